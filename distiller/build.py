@@ -1,0 +1,196 @@
+"""From a recipe to a `Run`, in dependency order, in one place."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch.utils.data import DataLoader
+
+from distiller.checkpoint import Checkpoints, latest_step
+from distiller.config import Recipe, dump
+from distiller.data.order import RankSampler, UpdatePlan
+from distiller.devices import teacher_dtype
+from distiller.errors import UserError
+from distiller.launch import open_world
+from distiller.optim import build_optimizer
+from distiller.tasks import TASKS
+from distiller.tasks.base import Task
+from distiller.teachers import PLACEMENTS
+from distiller.tracking import Tracker
+from distiller.trainer import Run
+from distiller.weights import MovingAverage
+
+RECIPE_FILE = "recipe.yaml"
+SUMMARY_FILE = "summary.json"
+MAY_CHANGE_ON_RESUME = ("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers")
+SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The output folder already holds the whole run."""
+
+    steps: int
+
+
+def build_task(recipe: Recipe) -> Task[Any]:
+    """The recipe's task, checked against the files that it names; reads no weights. Raises UserError."""
+    return TASKS[recipe.task.kind](recipe)
+
+
+def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
+    """Builds a run. Communicates; raises UserError before any weight is read."""
+    task = build_task(recipe)
+    world = open_world(recipe)
+    accelerator = world.accelerator
+    plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator)
+    last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
+    done = _claim_output_dir(recipe, accelerator, resume)
+    if done == last_step:
+        return Finished(done)
+    _announce(world.notices, plan, task, world.engine, accelerator)
+
+    dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
+    stages_need_teacher = task.stages_need_teacher(accelerator, dtype)
+    teacher = None
+    if stages_need_teacher or task.needs_live_teacher:
+        teacher = PLACEMENTS[recipe.teacher.placement](task.network, dtype, accelerator.device)
+    data = task.run_stages(accelerator, teacher)
+    if teacher is not None and not task.needs_live_teacher:
+        teacher.close()
+        teacher = None
+
+    trained = task.build_student()
+    student_parameters = task.student_parameters(trained)
+    if recipe.train.gradient_checkpointing:
+        task.enable_gradient_checkpointing(trained)
+    student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
+    student_dtype = next(student.parameters()).dtype
+    decay = recipe.train.ema_decay
+    average = None if decay is None else MovingAverage(accelerator, student, decay)
+    checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep)
+    if done:
+        checkpoints.load(done, student, average)
+    loader = DataLoader(
+        data,
+        batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),
+        collate_fn=task.collate,
+        num_workers=recipe.train.num_workers,
+        pin_memory=accelerator.device.type == "cuda",
+        persistent_workers=False,
+        prefetch_factor=2 if recipe.train.num_workers else None,
+    )
+    tracker = Tracker(recipe, accelerator, done + 1, last_step)
+    return Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        engine=world.engine,
+        mixed_precision=world.mixed_precision,
+        plan=plan,
+        task=task,
+        teacher=teacher,
+        student=student,
+        student_dtype=student_dtype,
+        student_parameters=student_parameters,
+        optimizer=optimizer,
+        average=average,
+        loader=loader,
+        checkpoints=checkpoints,
+        tracker=tracker,
+        first_step=done + 1,
+        last_step=last_step,
+    )
+
+
+def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, accelerator: Accelerator) -> UpdatePlan:
+    """How samples are split over updates and ranks; UserError when one update is larger than the data."""
+    plan = UpdatePlan(
+        num_samples, recipe.train.batch_size, accumulation_steps, accelerator.num_processes, recipe.seed
+    )
+    if not plan.updates_per_epoch:
+        raise UserError(
+            f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
+            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; lower batch_size"
+        )
+    return plan
+
+
+def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool) -> int:
+    """Makes the folder ours, and says how many steps it has already done. Every rank raises what rank 0 finds."""
+
+    def claim() -> int:
+        folder = Path(recipe.output_dir)
+        if folder.exists() and not folder.is_dir():
+            raise UserError(f"output_dir: {folder} is a file")
+        held = folder / RECIPE_FILE
+        done = 0
+        if held.is_file():
+            if not resume:
+                raise UserError(
+                    f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
+                    "with output_dir=..."
+                )
+            _check_same_recipe(yaml.safe_load(held.read_text(encoding="utf-8")), recipe)
+            done = latest_step(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held.write_text(dump(recipe), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
+        return done
+
+    return agree(accelerator, claim)
+
+
+def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
+    """Runs something on rank 0 and hands its result, or its UserError, to every rank. Communicates."""
+    result: list[Any] = [None, None]
+    if accelerator.is_main_process:
+        try:
+            result[0] = on_main()
+        except UserError as error:
+            result[1] = str(error)
+    broadcast_object_list(result)
+    if result[1] is not None:
+        raise UserError(result[1])
+    return result[0]
+
+
+def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
+    mine = _flat(json.loads(recipe.model_dump_json()))
+    theirs = _flat(held)
+    for key in sorted(mine.keys() | theirs.keys()):
+        if key in MAY_CHANGE_ON_RESUME or key.split(".")[0] in SECTIONS_THAT_MAY_CHANGE_ON_RESUME:
+            continue
+        if mine.get(key) != theirs.get(key):
+            raise UserError(
+                f"--resume: {key} was {theirs.get(key)} in {recipe.output_dir} and is {mine.get(key)} now; only "
+                f"{', '.join(MAY_CHANGE_ON_RESUME)} and the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} "
+                "may change"
+            )
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return leaves
+
+
+def _announce(notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any], engine: str, accelerator: Accelerator) -> None:
+    for notice in notices:
+        accelerator.print(f"note: {notice}")
+    accelerator.print(
+        f"{engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} samples an "
+        f"update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} processes), "
+        f"{plan.num_samples} samples an epoch"
+        + (f", of which the last {plan.dropped_per_epoch} in its order are dropped" if plan.dropped_per_epoch else "")
+    )

@@ -1,0 +1,31 @@
+"""Block outputs of a network, for feature matching."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+
+@contextmanager
+def capture_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Tensor]]:
+    """Collects what the named modules return in one forward pass.
+
+    Under activation checkpointing the outputs are those of the first forward; recomputation happens after the context
+    has closed and adds nothing.
+    """
+    captured: dict[str, Tensor] = {}
+
+    def keep(name: str):
+        def hook(module: nn.Module, args: object, output: Tensor) -> None:
+            captured[name] = output
+
+        return hook
+
+    handles = [module.register_forward_hook(keep(name)) for name, module in blocks]
+    try:
+        yield captured
+    finally:
+        for handle in handles:
+            handle.remove()

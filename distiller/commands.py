@@ -1,0 +1,160 @@
+"""What each command does, after the command line has been read. Everything here may import torch."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task
+from distiller.config import Recipe, load
+from distiller.devices import best_device, quiet_libraries, teacher_dtype
+from distiller.errors import QualityGateError, UserError
+from distiller.launch import check_request, read_launch_file
+from distiller.process import die_with_launcher
+from distiller.tracking import GIB
+from distiller.trainer import Run
+from distiller.trainer import train as run_loop
+from distiller.weights import gather_weights
+
+DRY_RUN_STEPS = 3
+
+quiet_libraries()
+
+
+def train(recipe: Recipe, resume: bool) -> None:
+    """Trains, exports the student, draws samples and writes summary.json."""
+    started = time.perf_counter()
+    die_with_launcher()
+    run = build(recipe, resume)
+    if isinstance(run, Finished):
+        print(f"{recipe.output_dir} is already finished ({run.steps} steps); nothing to do")
+        return
+    run.tracker.start_trackers(recipe)
+    metrics = run_loop(run)
+    _export(run)
+    run.task.write_samples(Path(recipe.output_dir), run.teacher, run.accelerator)
+    if run.accelerator.is_main_process:
+        _write_summary(run, metrics, time.perf_counter() - started)
+    _leave(run)
+
+
+def dry_run(recipe: Recipe) -> None:
+    """Builds everything, runs a few updates on a little of the data, and prints what the whole run would take."""
+    die_with_launcher()
+    folder = Path(f"{recipe.output_dir}.dry-run")
+    first = recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1, "ema_decay": recipe.train.ema_decay})
+    optim = recipe.optim.model_copy(update={"warmup_steps": 0})
+    small = recipe.model_copy(update={"output_dir": str(folder), "cache_dir": None, "train": first, "optim": optim})
+    run = build(small, resume=True)
+    assert isinstance(run, Run)
+    metrics = run_loop(run)
+    whole = recipe.train.max_steps or (recipe.train.num_epochs or 1) * run.plan.updates_per_epoch
+    hours = whole * metrics["perf/step_ms"] / 3.6e6
+    peak = metrics["memory/gpu_peak_gib_max"]
+    run.accelerator.print(
+        f"dry run: {metrics['perf/step_ms']:.0f} ms a step after {DRY_RUN_STEPS} steps, {whole} steps take {hours:.2f} h; "
+        + (f"GPU peak {peak:.2f} GiB" if peak is not None else f"host memory {metrics['memory/host_rss_gib']:.2f} GiB a rank")
+    )
+    run.tracker.close()
+    run.accelerator.wait_for_everyone()
+    if run.accelerator.is_main_process:
+        shutil.rmtree(folder)
+    run.accelerator.end_training()
+
+
+def check(recipe: Recipe, launch_file: str | None) -> None:
+    """Validates recipe, files and launch file without a launcher and without reading weights."""
+    task = build_task(recipe)
+    if launch_file is not None:
+        check_request(read_launch_file(Path(launch_file)))
+    print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
+
+
+def evaluate(run_dir: Path, overrides: list[str]) -> None:
+    """Compares student and teacher, prints a table and stores the figures in summary.json."""
+    recipe = _recipe_of(run_dir, overrides)
+    device = best_device()
+    task = build_task(recipe)
+    report = task.evaluate(run_dir, teacher_dtype(recipe.teacher.dtype, device), device)
+    summary_file = run_dir / SUMMARY_FILE
+    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    _write_json(summary_file, summary | {"evaluation": report})
+    for name, value in _flat_rows(report):
+        print(f"{name:<36} {value}")
+    gate, reached = recipe.evaluation.min_recognised, report.get("student_recognised")
+    if gate is not None and reached is not None and reached < gate:
+        raise QualityGateError(f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}")
+
+
+def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) -> None:
+    """Writes teacher and student side by side for these prompts."""
+    recipe = _recipe_of(run_dir, [])
+    target = output or run_dir / "samples.png"
+    build_task(recipe).sample(run_dir, prompts, seed, best_device(), target)
+    print(target)
+
+
+def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
+    if not (run_dir / RECIPE_FILE).is_file():
+        raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
+    return load(str(run_dir / RECIPE_FILE), overrides)
+
+
+def _export(run: Run) -> None:
+    state = gather_weights(run.accelerator, run.student)
+    if run.accelerator.is_main_process:
+        if run.average is not None:
+            state = {name: value.cpu() for name, value in run.average.state.items()}
+        target = Path(run.recipe.output_dir) / "student"
+        partial = target.with_name(".student.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        run.task.export(state, partial)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+    run.accelerator.wait_for_everyone()
+
+
+def _write_summary(run: Run, metrics: dict[str, Any], wall_s: float) -> None:
+    summary = {
+        "steps": run.last_step,
+        "final_loss": metrics["loss"],
+        "samples_per_s": metrics["perf/samples_per_s"],
+        "placement": run.recipe.teacher.placement,
+        "world_size": run.accelerator.num_processes,
+        "engine": run.engine,
+        "mixed_precision": run.mixed_precision,
+        "student_params": run.student_parameters,
+        "teacher_params": run.task.network.num_parameters(),
+        "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
+        "evaluation": {},
+        "wall_s": wall_s,
+    }
+    _write_json(Path(run.recipe.output_dir) / SUMMARY_FILE, summary)
+
+
+def _leave(run: Run) -> None:
+    if run.teacher is not None:
+        run.teacher.close()
+    run.accelerator.wait_for_everyone()
+    run.tracker.close()
+
+
+def _write_json(file: Path, value: dict[str, Any]) -> None:
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(file)
+
+
+def _flat_rows(report: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for name, value in report.items():
+        if isinstance(value, dict):
+            rows += _flat_rows(value, f"{prefix}{name}, ")
+        else:
+            rows.append((f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else f"{value}"))
+    return rows

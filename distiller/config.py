@@ -1,0 +1,399 @@
+"""The recipe: every knob, typed and frozen, with its unit and default. Importing this module does not import torch.
+
+A recipe is a YAML file; `load` reads it, applies `key.sub=value` overrides and validates it strictly: an unknown key
+is an error that names the nearest valid one, and so is a value of the wrong type or outside its range. What only other
+keys decide (contradictions) is checked here too; what the hardware or the files decide is checked in `distiller.build`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from distiller.errors import UserError
+from distiller.resources import find_recipe
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+Weight = Annotated[float, Field(ge=0)]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+PLACEMENTS = ("replicated",)
+
+
+class Section(BaseModel):
+    """A part of the recipe: immutable, closed to unknown keys, no NaN and no infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class PredictionLoss(Section):
+    """Distance between the student's and the teacher's prediction (for Wan: the flow's velocity)."""
+
+    weight: Weight = 1.0
+    kind: Literal["mse", "huber"] = "mse"
+    huber_delta: PositiveFloat = Field(1.0, description="where the Huber loss turns linear, in units of the prediction")
+
+
+class FeatureLoss(Section):
+    """Distance between block outputs, through linear projections that are trained with the student."""
+
+    weight: Weight = 0.0
+    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
+    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
+
+
+class TrueDataLoss(Section):
+    """Flow-matching loss against the data's own velocity (noise - x_0); needs images or latents."""
+
+    weight: Weight = 0.0
+
+
+class Losses(Section):
+    """The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."""
+
+    prediction: PredictionLoss = PredictionLoss()
+    features: FeatureLoss = FeatureLoss()
+    true_data: TrueDataLoss = TrueDataLoss()
+
+
+class Timesteps(Section):
+    """How the noise level sigma in (0, 1) of each sample is drawn; the timestep is sigma x 1000."""
+
+    sampling: Literal["uniform", "logit_normal"] = "uniform"
+    logit_mean: float = 0.0
+    logit_std: PositiveFloat = 1.0
+    shift: PositiveFloat | Literal["auto"] = Field(
+        "auto", description="sigma' = shift * sigma / (1 + (shift - 1) * sigma); auto = the teacher's scheduler's"
+    )
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none", description="diffusers' SD3 loss weightings")
+
+
+class Guidance(Section):
+    """Classifier-free guidance distillation: the student learns u + scale * (c - u) in one forward pass."""
+
+    scale: PositiveFloat | tuple[PositiveFloat, PositiveFloat] | None = Field(
+        None, description="None = learn the conditional prediction; a pair = drawn per sample from that range"
+    )
+    scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as scale")
+    negative_prompt: str = ""
+
+
+class DiffusionTask(Section):
+    """What is learnt, for diffusion teachers."""
+
+    kind: Literal["diffusion"] = "diffusion"
+    height: Positive = Field(64, description="pixels")
+    width: Positive = Field(64, description="pixels")
+    num_frames: Positive = Field(1, description="1 = text-to-image; otherwise 4 k + 1 for Wan")
+    targets: Literal["live", "stored"] = Field("live", description="stored = the rollout's own (x_t, prediction) pairs")
+    timesteps: Timesteps = Timesteps()
+    guidance: Guidance = Guidance()
+    losses: Losses = Losses()
+    condition_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
+    max_sequence_length: Positive = Field(512, description="text tokens that the pipeline pads to")
+
+
+class Sampling(Section):
+    """How pictures are drawn: by the rollout, by `evaluate` and by `sample`, with the teacher's own scheduler."""
+
+    num_inference_steps: Positive = 20
+    guidance_scale: PositiveFloat = Field(1.0, description="of the teacher; 1 = none, one forward pass a step")
+    guidance_scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as above")
+
+
+class Rollout(Section):
+    """The stage in which the teacher draws its own samples from the prompts."""
+
+    enabled: bool = Field(True, description="False: x_t is pure noise at every t, as the older trainer did")
+    samples_per_prompt: Positive = 1
+    batch_size: Positive = Field(64, description="samples a forward pass; part of the key")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the stored latents")
+
+
+class Teacher(Section):
+    """The frozen network and where it lives."""
+
+    path: str = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
+    revision: str | None = Field(None, description="of a hub id: branch, tag or commit")
+    subfolder: str | None = Field(None, description="where in the folder or repository the pipeline lies")
+    placement: Literal["replicated"] = "replicated"
+    dtype: DType = Field("auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
+    quantization: Literal["none"] = "none"
+    prefetch_steps: Annotated[int, Field(ge=0, le=0)] = 0
+
+
+class Student(Section):
+    """The trained network: exactly one of config, path, or the teacher's own blocks (num_layers and so on)."""
+
+    config: str | None = Field(None, description="the library's own config.json")
+    path: str | None = Field(None, description="a saved model folder, or a pipeline folder with transformer/")
+    num_layers: Positive | None = Field(None, description="evenly spaced blocks of the teacher")
+    num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
+    ffn_dim: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
+
+    @property
+    def from_teacher(self) -> bool:
+        """Whether the student is cut out of the teacher."""
+        return any(value is not None for value in (self.num_layers, self.num_attention_heads, self.ffn_dim))
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Student:
+        given = [self.config is not None, self.path is not None, self.from_teacher]
+        if sum(given) != 1:
+            raise ValueError(
+                "give exactly one of student.config, student.path, or the teacher's own blocks "
+                "(student.num_layers, num_attention_heads, ffn_dim)"
+            )
+        return self
+
+
+class Data(Section):
+    """What is learnt from."""
+
+    kind: Literal["prompts", "images", "latents"] = "prompts"
+    path: str = Field(description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents")
+
+
+class Train(Section):
+    """How long, and how the global batch is split."""
+
+    max_steps: Positive | None = Field(None, description="updates; wins over num_epochs")
+    num_epochs: Positive | None = None
+    batch_size: Positive = Field(8, description="micro-batch of one process, in samples")
+    gradient_accumulation_steps: Positive | None = Field(None, description="None = derived, or 1")
+    samples_per_update: Positive | None = Field(None, description="global batch; None = derived")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto = bf16 on a GPU that has it")
+    gradient_checkpointing: bool = Field(False, description="of the student only")
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
+    log_every: Positive = Field(10, description="updates")
+    num_workers: NonNegative = Field(0, description="loader processes a rank")
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> Train:
+        if self.max_steps is None and self.num_epochs is None:
+            raise ValueError("give train.max_steps or train.num_epochs")
+        return self
+
+
+class Optim(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: PositiveFloat = 1e-4
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    weight_decay: Weight = 0.0
+    max_grad_norm: PositiveFloat | None = Field(None, description="clip at this true global norm; None = no clipping")
+    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
+    warmup_steps: NonNegative = Field(0, description="updates")
+    fused: bool = Field(True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
+
+
+class Checkpoint(Section):
+    """When the run can be continued from."""
+
+    every_steps: Positive | None = Field(None, description="updates; None = only at the end")
+    keep: Positive = 2
+
+
+class Evaluation(Section):
+    """What `evaluate` measures."""
+
+    judge: Literal["none", "digits"] = "none"
+    num_samples: Positive = Field(100, description="drawings of each of teacher and student")
+    batch_size: Positive = 50
+    sample_prompts: tuple[str, ...] = Field((), description="for samples.png; empty = the first eight of the data")
+    min_recognised: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="quality gate: exit 3 below it")
+
+
+class Tracking(Section):
+    """Where metrics go beside metrics.jsonl."""
+
+    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
+    project: str = "distiller"
+    run_name: str | None = None
+    mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="auto = offline without a key")
+
+
+class Recipe(Section):
+    """A whole run, but for processes and the student's sharding, which are the launch file's."""
+
+    output_dir: str = Field("outputs/run", description="relative to the working directory")
+    cache_dir: str | None = Field(None, description="of encoded prompts and rollouts; None = output_dir/stages")
+    seed: NonNegative = 0
+    task: DiffusionTask = DiffusionTask()
+    sampling: Sampling = Sampling()
+    rollout: Rollout = Rollout()
+    teacher: Teacher
+    student: Student
+    data: Data
+    train: Train
+    optim: Optim = Optim()
+    checkpoint: Checkpoint = Checkpoint()
+    evaluation: Evaluation = Evaluation()
+    tracking: Tracking = Tracking()
+
+    @property
+    def stages_dir(self) -> Path:
+        """Where the keyed files of the stages before the loop lie."""
+        return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+
+    @model_validator(mode="after")
+    def _no_contradictions(self) -> Recipe:
+        losses, guidance = self.task.losses, self.task.guidance
+        if losses.prediction.weight == losses.features.weight == losses.true_data.weight == 0:
+            raise ValueError("task.losses: every weight is 0, nothing would be learnt")
+        if len(losses.features.student_blocks) != len(losses.features.teacher_blocks):
+            raise ValueError("task.losses.features: student_blocks and teacher_blocks differ in length")
+        if losses.features.weight and not losses.features.student_blocks:
+            raise ValueError("task.losses.features.weight is above 0 but student_blocks is empty")
+        if self.task.targets == "stored":
+            if self.data.kind != "prompts" or not self.rollout.enabled:
+                raise ValueError("task.targets=stored needs data.kind=prompts and rollout.enabled=true")
+            if losses.features.weight:
+                raise ValueError("task.targets=stored keeps no features; set task.losses.features.weight=0")
+            if guidance.scale is not None:
+                raise ValueError(
+                    "task.targets=stored learns the rollout's own predictions; set sampling.guidance_scale instead of "
+                    "task.guidance.scale"
+                )
+            if losses.true_data.weight:
+                raise ValueError("task.targets=stored has no x_0 of its own; set task.losses.true_data.weight=0")
+            if self.task.condition_dropout:
+                raise ValueError("task.targets=stored cannot drop conditions: its predictions were made with them")
+        if losses.true_data.weight and self.data.kind == "prompts":
+            raise ValueError("task.losses.true_data needs data.kind=images or latents, given prompts")
+        if guidance.scale_2 is not None and not isinstance(guidance.scale, float):
+            raise ValueError("task.guidance.scale_2 needs one chosen task.guidance.scale")
+        if isinstance(guidance.scale, tuple) and guidance.scale[0] > guidance.scale[1]:
+            raise ValueError("task.guidance.scale: the range's low end lies above its high end")
+        train = self.train
+        if train.gradient_accumulation_steps and train.samples_per_update:
+            raise ValueError("give train.gradient_accumulation_steps or train.samples_per_update, not both")
+        if train.max_steps is not None and self.optim.warmup_steps > train.max_steps:
+            raise ValueError("optim.warmup_steps is above train.max_steps")
+        if self.evaluation.min_recognised is not None and self.evaluation.judge == "none":
+            raise ValueError("evaluation.min_recognised needs evaluation.judge")
+        return self
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads and validates a recipe.
+
+    Args:
+        recipe: the name of a packaged recipe, or the path of a YAML file.
+        overrides: `key.sub=value` strings; the value is read as YAML.
+
+    Raises:
+        UserError: in one line, for anything that is wrong with the recipe or an override.
+    """
+    path = find_recipe(recipe)
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{recipe}: cannot be read as a UTF-8 text file ({error})") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{recipe}: is not valid YAML ({' '.join(str(error).split())})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{recipe}: a recipe is a mapping of keys, found {type(data).__name__}")
+    for override in overrides:
+        _apply(data, override)
+    return parse(data, recipe)
+
+
+def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """Validates a mapping as a recipe; `origin` names it in errors (UserError)."""
+    _reject_unknown_keys(Recipe, data, "", origin)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_first_problem(error)}") from error
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out, in the order of this file."""
+    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise UserError(f"'{override}': an override has the form key.sub=value, for example optim.lr=1e-4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"'{override}': the value is not valid YAML") from error
+    node = data
+    for part in parts[:-1]:
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"'{override}': {part} holds a single value and has no keys below it")
+        node = child
+    node[parts[-1]] = value
+
+
+def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str) -> None:
+    for key, value in data.items():
+        if key not in model.model_fields:
+            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(model, str(key), prefix)}")
+        section = _section_of(model, key)
+        if section is None:
+            if isinstance(value, bool) and bool not in _scalar_types(model, key):
+                raise UserError(f"{origin}: {prefix}{key}: given {str(value).lower()}, which is not a number or name")
+        elif isinstance(value, Mapping):
+            _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
+        else:
+            names = ", ".join(section.model_fields)
+            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {value!r}")
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _scalar_types(model: type[BaseModel], key: str) -> tuple[Any, ...]:
+    annotation = model.model_fields[key].annotation
+    return (annotation, *get_args(annotation))
+
+
+def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
+    here = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
+    if here:
+        return f"did you mean '{prefix}{here[0]}'?"
+    elsewhere = [path for path in _all_keys(Recipe) if path.rsplit(".", 1)[-1] == key]
+    if elsewhere:
+        return f"did you mean '{elsewhere[0]}'?"
+    return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name in model.model_fields:
+        section = _section_of(model, name)
+        keys += _all_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return keys
+
+
+def _first_problem(error: ValidationError) -> str:
+    problem = error.errors(include_url=False)[0]
+    place = ".".join(str(part) for part in problem["loc"] if not _is_union_tag(part))
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "missing":
+        return f"the key '{place}' is missing"
+    if problem["type"] == "value_error":
+        return message
+    return f"{place}: given {problem['input']!r}. {message}"
+
+
+def _is_union_tag(part: str | int) -> bool:
+    """Pydantic puts the tried member of a union into the location; users know no such key."""
+    return isinstance(part, str) and not part.isidentifier() or part in ("float", "int", "str", "tuple")

@@ -1,0 +1,70 @@
+"""Image folders with captions: `metadata.jsonl` (file_name, text), as in Hugging Face's ImageFolder, or .txt files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, UnidentifiedImageError
+from torch import Tensor
+
+from distiller.errors import RunError, UserError
+
+SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+
+
+def find_images(folder: Path) -> list[tuple[Path, str]]:
+    """(file, caption) pairs in a stable order: the order of metadata.jsonl, else by name. Raises UserError."""
+    if not folder.is_dir():
+        raise UserError(f"data.path: {folder} is not a folder of images")
+    metadata = folder / "metadata.jsonl"
+    pairs = _from_metadata(metadata) if metadata.is_file() else _from_text_files(folder)
+    if not pairs:
+        raise UserError(f"data.path: {folder} holds no images ({', '.join(sorted(SUFFIXES))})")
+    for image, caption in pairs:
+        if not caption:
+            raise UserError(f"data.path: the caption of {image.name} is empty")
+    return pairs
+
+
+def load_image(file: Path, height: int, width: int) -> Tensor:
+    """An image, scaled to cover height x width and cut at the centre: [3, H, W] float32 in [-1, 1]."""
+    try:
+        with Image.open(file) as image:
+            image = image.convert("RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise RunError(f"{file} is not a readable image ({error})") from error
+    scale = max(height / image.height, width / image.width)
+    size = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
+    image = image.resize(size, Image.Resampling.LANCZOS)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    pixels = np.asarray(image.crop((left, top, left + width, top + height)), dtype=np.float32)
+    return torch.from_numpy(pixels).permute(2, 0, 1) / 127.5 - 1.0
+
+
+def _from_metadata(file: Path) -> list[tuple[Path, str]]:
+    pairs = []
+    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            image, caption = file.parent / entry["file_name"], " ".join(str(entry["text"]).split())
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"data.path: {file.name} line {number} is not an object with file_name and text") from error
+        if not image.is_file():
+            raise UserError(f"data.path: {file.name} line {number} names {entry['file_name']}, which does not exist")
+        pairs.append((image, caption))
+    return pairs
+
+
+def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
+    pairs = []
+    for image in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
+        caption = image.with_suffix(".txt")
+        if not caption.is_file():
+            raise UserError(f"data.path: {image.name} has no caption; add {caption.name} or a metadata.jsonl")
+        pairs.append((image, " ".join(caption.read_text(encoding="utf-8-sig").split())))
+    return pairs

@@ -1,0 +1,93 @@
+"""Latents on disk: safetensors shards beside a prompt file. Rollouts, encoded images and users' own have one form.
+
+    FOLDER/prompts.txt            one prompt a line
+    FOLDER/NAME.safetensors       "latents" [n, C, F, H, W], normalised as the transformer takes them;
+                                  "prompt_index" [n] int64, the line of each sample's prompt (absent: sample i, line i);
+                                  rollouts for stored targets add "points" and "predictions" [n, S, C, F, H, W] and
+                                  "timesteps" [S]
+Samples are numbered through the shards in the order of their names.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_right
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from distiller.data.prompts import read_prompts
+from distiller.errors import UserError
+
+PROMPTS_FILE = "prompts.txt"
+
+
+class LatentStore:
+    """Reads samples one by one, memory-mapped; opens its files anew in every loader process."""
+
+    def __init__(self, folder: Path) -> None:
+        """Checks the folder by its files' headers. Raises UserError."""
+        self.folder = folder
+        self.prompts = read_prompts(folder / PROMPTS_FILE)
+        self._files = sorted(folder.glob("*.safetensors"))
+        if not self._files:
+            raise UserError(f"data.path: {folder} holds no safetensors file with latents")
+        self._ends: list[int] = []
+        self._prompt_index: list[int] = []
+        self.shape: tuple[int, ...] = ()
+        self.timesteps: Tensor | None = None
+        for file in self._files:
+            self._read_header(file)
+        if self._prompt_index and max(self._prompt_index) >= len(self.prompts):
+            raise UserError(
+                f"data.path: {folder} has {len(self.prompts)} prompts and latents for line {max(self._prompt_index) + 1}"
+            )
+        self._open: dict[tuple[int, Path], safe_open] = {}
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def prompt_index(self, sample_id: int) -> int:
+        """The line of the sample's prompt, from 0."""
+        return self._prompt_index[sample_id]
+
+    def latents(self, sample_id: int) -> Tensor:
+        """x_0 of a sample: [C, F, H, W] float32."""
+        return self._read(sample_id, "latents")
+
+    def trajectory_point(self, sample_id: int, step: int) -> tuple[Tensor, Tensor]:
+        """(x_t, prediction) of a stored trajectory's step: each [C, F, H, W] float32."""
+        return self._read(sample_id, "points", step), self._read(sample_id, "predictions", step)
+
+    def _read(self, sample_id: int, name: str, *axes: int) -> Tensor:
+        shard = bisect_right(self._ends, sample_id)
+        row = sample_id - (self._ends[shard - 1] if shard else 0)
+        part = self._handle(self._files[shard]).get_slice(name)
+        return part[(slice(row, row + 1), *(slice(axis, axis + 1) for axis in axes))].reshape(self.shape).float()
+
+    def _handle(self, file: Path) -> safe_open:
+        key = (os.getpid(), file)
+        if key not in self._open:
+            self._open[key] = safe_open(file, framework="pt")
+        return self._open[key]
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            with safe_open(file, framework="pt") as handle:
+                names = set(handle.keys())
+                if "latents" not in names:
+                    raise UserError(f"data.path: {file.name} has no tensor 'latents' (found: {', '.join(sorted(names))})")
+                count, *shape = handle.get_slice("latents").get_shape()
+                if self.shape and self.shape != tuple(shape):
+                    raise UserError(f"data.path: {file.name} has latents of shape {shape}, others {list(self.shape)}")
+                self.shape = tuple(shape)
+                first = self._ends[-1] if self._ends else 0
+                index = handle.get_tensor("prompt_index") if "prompt_index" in names else torch.arange(first, first + count)
+                if "timesteps" in names:
+                    self.timesteps = handle.get_tensor("timesteps")
+        except SafetensorError as error:
+            raise UserError(f"data.path: {file} is not a complete safetensors file ({error})") from error
+        self._prompt_index += index.tolist()
+        self._ends.append(first + count)

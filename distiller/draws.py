@@ -1,0 +1,39 @@
+"""Random draws as pure functions of (seed, epoch, sample id): the ground of every sameness promise.
+
+No global random state is read or written, so what a sample gets does not depend on the number of processes, the
+accumulation split, the teacher's placement, or where a run was resumed. CPU generators only: CUDA's differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor
+
+
+def generator(seed: int, epoch: int, sample_id: int, purpose: str) -> torch.Generator:
+    """A CPU generator that is the same wherever and whenever it is asked for."""
+    name = f"{seed}/{epoch}/{sample_id}/{purpose}".encode()
+    value = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    return torch.Generator().manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+def sample_order(seed: int, epoch: int, num_samples: int) -> list[int]:
+    """The order of the samples in an epoch: a permutation of range(num_samples)."""
+    return torch.randperm(num_samples, generator=generator(seed, epoch, 0, "order")).tolist()
+
+
+def noise(seed: int, epoch: int, sample_id: int, shape: tuple[int, ...], purpose: str = "noise") -> Tensor:
+    """Standard normal noise, float32 on the CPU."""
+    return torch.randn(shape, generator=generator(seed, epoch, sample_id, purpose))
+
+
+def uniform(seed: int, epoch: int, sample_id: int, purpose: str) -> float:
+    """One number in [0, 1)."""
+    return torch.rand((), generator=generator(seed, epoch, sample_id, purpose), dtype=torch.float64).item()
+
+
+def normal(seed: int, epoch: int, sample_id: int, purpose: str) -> float:
+    """One standard normal number."""
+    return torch.randn((), generator=generator(seed, epoch, sample_id, purpose), dtype=torch.float64).item()

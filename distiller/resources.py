@@ -1,0 +1,79 @@
+"""Files that travel with the package: recipes, assets, launch files; and how the names in a recipe find them."""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from pathlib import Path
+
+from distiller.errors import UserError
+
+PACKAGE_DIR = Path(__file__).resolve().parent
+RECIPES_DIR = PACKAGE_DIR / "recipes"
+ASSETS_DIR = PACKAGE_DIR / "assets"
+ASSET_PREFIX = "asset:"
+
+
+def launch_files_dir() -> Path:
+    """The folder that holds `accelerate_configs/` and `ds_configs/`: the package in a wheel, else the checkout."""
+    return PACKAGE_DIR if (PACKAGE_DIR / "accelerate_configs").is_dir() else PACKAGE_DIR.parent
+
+
+def recipe_names() -> list[str]:
+    """The names of the packaged recipes, sorted."""
+    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a packaged recipe's name or of a path; UserError with the nearest name when there is none."""
+    path = Path(recipe)
+    if path.suffix in (".yaml", ".yml"):
+        if path.is_file():
+            return path
+        raise UserError(f"{recipe}: no such recipe file")
+    packaged = RECIPES_DIR / f"{recipe}.yaml"
+    if packaged.is_file():
+        return packaged
+    near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+    hint = f"did you mean '{near[0]}'?" if near else f"packaged recipes: {', '.join(recipe_names())}"
+    raise UserError(f"{recipe}: is neither a packaged recipe nor a path that ends in .yaml; {hint}")
+
+
+def local_path(name: str) -> Path:
+    """Turns `asset:NAME` into the packaged file or folder, and leaves every other path alone."""
+    if not name.startswith(ASSET_PREFIX):
+        return Path(name).expanduser()
+    path = ASSETS_DIR / name.removeprefix(ASSET_PREFIX)
+    if not path.exists():
+        raise UserError(f"{name}: no such packaged asset")
+    return path
+
+
+def first_line(file: Path) -> str:
+    """The comment that a packaged YAML file begins with: what it is for."""
+    return file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
+
+
+def copy_launch_files(folder: Path) -> list[Path]:
+    """Copies `accelerate_configs/` and `ds_configs/` into a folder; DeepSpeed paths are made absolute.
+
+    Accelerate reads `deepspeed_config_file` relative to the working directory, so a copied file must not depend on it.
+
+    Raises:
+        UserError: a file of the same name is already there.
+    """
+    source, written = launch_files_dir(), []
+    files = [file for part in ("accelerate_configs", "ds_configs") for file in sorted((source / part).iterdir())]
+    targets = [folder / file.parent.name / file.name for file in files if file.suffix in (".yaml", ".json")]
+    taken = [target for target in targets if target.exists()]
+    if taken:
+        raise UserError(f"{taken[0]} already exists; give another folder")
+    for file, target in zip(files, targets, strict=True):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, target)
+        if target.suffix == ".yaml":
+            text = target.read_text(encoding="utf-8")
+            absolute = f"deepspeed_config_file: {folder.resolve()}/ds_configs/"
+            target.write_text(text.replace("deepspeed_config_file: ds_configs/", absolute), encoding="utf-8")
+        written.append(target)
+    return written

@@ -1,0 +1,74 @@
+"""Stages before the loop leave keyed folders: complete under their key, or absent under it.
+
+A folder's name carries the digest of everything that its content depends on, so a changed input is another folder and
+a stale one is never used. Work goes on in `NAME.partial`, which the last rename turns into `NAME`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KEY_FILE = "key.json"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage's output folder, found by its key."""
+
+    name: str
+    key: Mapping[str, Any]
+    parent: Path
+
+    @property
+    def folder(self) -> Path:
+        """The complete result."""
+        return self.parent / f"{self.name}-{digest_of(self.key)[:16]}"
+
+    @property
+    def partial(self) -> Path:
+        """Where the result is being made; safe to continue from, since it has the same key."""
+        return self.folder.with_name(self.folder.name + ".partial")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result can be read."""
+        return (self.folder / KEY_FILE).is_file()
+
+    def finish(self) -> None:
+        """Makes the partial folder the complete one; called by one process."""
+        (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
+        try:
+            os.replace(self.partial, self.folder)
+        except OSError:
+            # Another node on the same file system was faster with the same content.
+            if not self.is_complete:
+                raise
+            shutil.rmtree(self.partial)
+
+    def wait(self, poll_s: float = 0.1) -> None:
+        """Waits until another process has finished; no collective is involved that could time out."""
+        while not self.is_complete:
+            time.sleep(poll_s)
+
+
+def digest_of(value: Any) -> str:
+    """The digest of anything that JSON can hold, independent of key order."""
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def digest_files(files: Iterable[Path]) -> str:
+    """The digest of the files' names and whole contents, in sorted order."""
+    total = hashlib.blake2b(digest_size=16)
+    for file in sorted(files):
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        total.update(f"{file.name}:{content};".encode())
+    return total.hexdigest()

@@ -1,0 +1,112 @@
+"""A task: what a batch means. The loop knows this interface and no concrete task."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from distiller.teachers.base import Network, Outputs, Request, Teacher
+
+BatchT = TypeVar("BatchT")
+
+
+@dataclass(frozen=True)
+class LossSum:
+    """A micro-batch's loss, summed over its samples (float32 scalars); `terms` are unweighted, detached sums."""
+
+    total: Tensor
+    terms: dict[str, Tensor]
+
+
+class Task(ABC, Generic[BatchT]):
+    """Built from a recipe and files' descriptions alone; weights are read in the methods that say so.
+
+    In order: construction (raises UserError), `run_stages`, `build_student`, then `collate` in loader processes and the
+    rest once a micro-batch.
+    """
+
+    network: Network
+    """The teacher, without a place."""
+
+    num_samples: int
+    """Samples an epoch, known before any weight is read."""
+
+    @property
+    @abstractmethod
+    def needs_live_teacher(self) -> bool:
+        """Whether the loop asks the teacher for predictions."""
+
+    @abstractmethod
+    def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.
+
+        Communicates. `dtype` is the teacher's.
+        """
+
+    @abstractmethod
+    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[Any]:
+        """Runs what is left of the stages and returns the training data, indexed by (epoch, sample id). Communicates."""
+
+    @abstractmethod
+    def build_student(self) -> nn.Module:
+        """What is trained, on the CPU in float32, the same on every rank."""
+
+    @abstractmethod
+    def student_parameters(self, trained: nn.Module) -> int:
+        """Parameters of the model that predicts (without projections)."""
+
+    @abstractmethod
+    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+        """Recomputes activations in the backward pass, in the student only."""
+
+    @abstractmethod
+    def collate(self, samples: Sequence[Any]) -> BatchT:
+        """Dataset items -> a micro-batch on the CPU."""
+
+    @abstractmethod
+    def to_device(self, batch: BatchT, device: torch.device) -> BatchT:
+        """Moves a micro-batch, without waiting where its memory is page-locked."""
+
+    @abstractmethod
+    def request(self, batch: BatchT) -> Request:
+        """What to ask the teacher."""
+
+    @abstractmethod
+    def count(self, batch: BatchT) -> int:
+        """What the loss sum is divided by, summed over the update: samples here, tokens elsewhere. Needs no model."""
+
+    @abstractmethod
+    def tokens(self, batch: BatchT) -> int:
+        """Tokens that the student's blocks see, for throughput."""
+
+    @abstractmethod
+    def student_inputs(self, batch: BatchT, dtype: torch.dtype) -> Mapping[str, Any]:
+        """Keyword arguments of the trained module; `dtype` is its weights'."""
+
+    @abstractmethod
+    def loss(self, student_outputs: Any, teacher_outputs: Outputs | None, batch: BatchT) -> LossSum:
+        """The loss in float32, whatever the precision of the outputs."""
+
+    @abstractmethod
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        """Writes the student in its library's own format from the trained module's full state."""
+
+    @abstractmethod
+    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
+        """Shows teacher and student side by side in `run_dir`, reading `run_dir/student`; every rank calls it."""
+
+    @abstractmethod
+    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        """Compares `run_dir/student` with the teacher on held-out data; one process, JSON-ready figures."""
+
+    @abstractmethod
+    def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        """Shows teacher and student side by side for these prompts; one process."""

@@ -1,0 +1,112 @@
+"""What a run says about itself: metrics.jsonl, Accelerate's trackers, and one progress bar on rank 0."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from distiller.config import Recipe, dump
+
+METRICS_FILE = "metrics.jsonl"
+GIB = 2**30
+
+
+class Tracker:
+    """Rank 0 writes; on other ranks every method does nothing."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, first_step: int, last_step: int) -> None:
+        self._accelerator, self._file = accelerator, Path(recipe.output_dir) / METRICS_FILE
+        self._is_terminal = sys.stderr.isatty()
+        self._bar: tqdm[Any] | None = None
+        if not accelerator.is_main_process:
+            return
+        _cut_back(self._file, first_step - 1)
+        self._bar = tqdm(
+            total=last_step,
+            initial=first_step - 1,
+            desc="train",
+            unit="step",
+            dynamic_ncols=True,
+            mininterval=0.2 if self._is_terminal else 10,
+        )
+
+    def start_trackers(self, recipe: Recipe) -> None:
+        """Opens the trackers that the recipe names; wandb works offline when there is no key, and asks nothing."""
+        if not recipe.tracking.trackers:
+            return
+        mode = recipe.tracking.mode
+        if mode == "auto":
+            mode = "online" if _has_wandb_key() else "offline"
+        wandb = {"mode": mode, "dir": str(Path(recipe.output_dir) / "tracking"), "name": recipe.tracking.run_name}
+        Path(wandb["dir"]).mkdir(parents=True, exist_ok=True)
+        options = {"wandb": wandb} if "wandb" in recipe.tracking.trackers else {}
+        self._accelerator.init_trackers(recipe.tracking.project, {"recipe": dump(recipe)}, options)
+
+    def advance(self) -> None:
+        """Moves the bar by one step."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl, hands the numbers to the trackers and shows the main ones."""
+        if self._bar is None:
+            return
+        with self._file.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps(metrics) + "\n")
+        numbers = {name: value for name, value in metrics.items() if value is not None and name != "step"}
+        self._accelerator.log(numbers, step=metrics["step"])
+        shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
+        if self._is_terminal:
+            self._bar.set_postfix_str(shown)
+        else:
+            self._bar.write(f"step {metrics['step']}/{self._bar.total}: {shown}", file=sys.stderr)
+
+    def say(self, text: str) -> None:
+        """Prints a line above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+
+    def close(self) -> None:
+        """Closes the bar and the trackers."""
+        if self._bar is not None:
+            self._bar.close()
+        self._accelerator.end_training()
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense peak of the GPU's matrix units in 16-bit precision, FLOP/s, from the vendor's data sheets; None if unknown."""
+    if device.type != "cuda" or precision == "no":
+        return None
+    name = torch.cuda.get_device_name(device)
+    sheet = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "V100": 125e12}
+    return next((value for mark, value in sheet.items() if mark in name), None)
+
+
+def _has_wandb_key() -> bool:
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="ignore")
+
+
+def _cut_back(file: Path, last_step: int) -> None:
+    """Drops what lies behind the checkpoint's step, and a torn last line."""
+    if not file.is_file():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError):
+            continue
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(file)

@@ -1,0 +1,163 @@
+"""A diffusers WanPipeline on disk or on a hub: what it is, before any weight is read; then its parts, one by one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from distiller.config import Teacher
+from distiller.errors import UserError
+from distiller.resources import local_path
+from distiller.stages import digest_files
+
+TRANSFORMERS = ("transformer", "transformer_2")
+ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")
+
+
+@dataclass(frozen=True)
+class WanFiles:
+    """A WanPipeline's descriptions (JSON only). `root` holds model_index.json."""
+
+    source: str
+    root: Path
+    repository: tuple[str, str | None, str | None] | None
+    transformer_configs: dict[str, dict[str, Any]]
+    vae_config: dict[str, Any]
+    scheduler_config: dict[str, Any]
+    boundary_ratio: float | None
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """How many timesteps sigma = 1 stands for."""
+        return int(self.scheduler_config.get("num_train_timesteps", 1000))
+
+    @property
+    def boundary_timestep(self) -> float | None:
+        """From here up `transformer` predicts, below it `transformer_2`; None with one transformer."""
+        return None if self.boundary_ratio is None else self.boundary_ratio * self.num_train_timesteps
+
+    @property
+    def scheduler_shift(self) -> float:
+        """The shift of the pipeline's own sampling schedule, under whichever name the scheduler gives it."""
+        return float(self.scheduler_config.get("shift", self.scheduler_config.get("flow_shift", 1.0)) or 1.0)
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> tuple[int, int, int, int]:
+        """(channels, frames, height, width) of a sample's latents; UserError for a size the pipeline cannot draw."""
+        spatial = int(self.vae_config.get("scale_factor_spatial", 8))
+        temporal = int(self.vae_config.get("scale_factor_temporal", 4))
+        config = self.transformer_configs["transformer"]
+        _, patch_height, patch_width = config["patch_size"]
+        for name, pixels, step in (("height", height, spatial * patch_height), ("width", width, spatial * patch_width)):
+            if pixels % step or pixels % 16:
+                raise UserError(f"task.{name} {pixels} is not a multiple of {max(step, 16)}, as this pipeline needs")
+        if (num_frames - 1) % temporal:
+            raise UserError(f"task.num_frames {num_frames} is not {temporal} k + 1, as this pipeline's VAE needs")
+        return int(config["in_channels"]), (num_frames - 1) // temporal + 1, height // spatial, width // spatial
+
+    def fetch(self, *parts: str) -> Path:
+        """Makes whole component folders present (downloads them from a hub) and returns `root`."""
+        if self.repository is not None:
+            name, revision, subfolder = self.repository
+            prefix = f"{subfolder}/" if subfolder else ""
+            _download(name, revision, [f"{prefix}{part}/*" for part in parts])
+        return self.root
+
+    def digest(self, *parts: str) -> str:
+        """The content digest of whole component folders (weights included)."""
+        root = self.fetch(*parts)
+        return digest_files(file for part in parts for file in (root / part).rglob("*") if file.is_file())
+
+
+def find_pipeline(teacher: Teacher) -> WanFiles:
+    """Finds and checks the teacher's pipeline, reading JSON files only. Raises UserError in one line."""
+    path, repository = local_path(teacher.path), None
+    if not path.exists():
+        if not _looks_like_hub_id(teacher.path):
+            raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
+        repository = (teacher.path, teacher.revision, teacher.subfolder)
+        path = _download(teacher.path, teacher.revision, ["*.json"])
+    elif not path.is_dir():
+        raise UserError(f"teacher.path: {teacher.path} is a file; give the folder that holds model_index.json")
+    root = path / teacher.subfolder if teacher.subfolder else path
+    index = _read_index(root, teacher.path)
+    configs = {}
+    for name in TRANSFORMERS:
+        if (index.get(name) or [None, None])[1] is not None:
+            configs[name] = _read_json(root / name / "config.json", teacher.path)
+    if "transformer" not in configs:
+        raise UserError(f"teacher.path: {teacher.path} has no transformer (model_index.json names none)")
+    if configs["transformer"].get("image_dim") or configs["transformer"].get("added_kv_proj_dim"):
+        raise UserError(f"teacher.path: {teacher.path} is an image-to-video model; give a text-to-image/video one")
+    boundary = index.get("boundary_ratio")
+    if ("transformer_2" in configs) != (boundary is not None):
+        raise UserError(f"teacher.path: {teacher.path} needs both transformer_2 and boundary_ratio, or neither")
+    return WanFiles(
+        source=teacher.path,
+        root=root,
+        repository=repository,
+        transformer_configs=configs,
+        vae_config=_read_json(root / "vae" / "config.json", teacher.path),
+        scheduler_config=_read_json(root / "scheduler" / "scheduler_config.json", teacher.path),
+        boundary_ratio=boundary,
+    )
+
+
+def _read_index(root: Path, given: str) -> dict[str, Any]:
+    if not (root / "model_index.json").is_file():
+        if any(next(root.glob(mark), None) for mark in ORIGINAL_LAYOUT_MARKS):
+            raise UserError(
+                f"teacher.path: {given} is in Wan's original layout; use its diffusers form (on the hub: a name that "
+                "ends in -Diffusers) or convert it with diffusers' scripts/convert_wan_to_diffusers.py"
+            )
+        if (root / "config.json").is_file():
+            raise UserError(f"teacher.path: {given} is a single model; give the pipeline folder above it")
+        raise UserError(f"teacher.path: {given} has no model_index.json, so it is not a diffusers pipeline")
+    index = _read_json(root / "model_index.json", given)
+    if index.get("_class_name") != "WanPipeline":
+        raise UserError(f"teacher.path: {given} is a {index.get('_class_name')}; task diffusion distils WanPipeline")
+    return index
+
+
+def _read_json(file: Path, given: str) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"teacher.path: {given} lacks {file.parent.name}/{file.name}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not readable JSON") from error
+
+
+def _looks_like_hub_id(name: str) -> bool:
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+
+
+def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+    """Downloads what matches; every failure is one line that names the id and the way to work offline."""
+    offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except GatedRepoError as error:
+        raise UserError(
+            f"teacher.path: {name} is gated: accept its terms on the hub and log in with `hf auth login`; {offline}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"teacher.revision: {name} has no revision {revision}; {offline}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(f"teacher.path: {name} is no folder here and unknown on the hub; {offline}") from error
+    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
+        why = "offline mode is on and it is not in the local cache" if constants.HF_HUB_OFFLINE else "the hub did not answer"
+        raise UserError(f"teacher.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error

@@ -1,0 +1,162 @@
+"""The rollout stage: the teacher draws its own samples from the prompts, through whatever placement it has.
+
+The loop re-noises these latents and asks the live teacher for its prediction there, so that every input is one that
+the teacher meets when it draws. Pure noise at every timestep is not: its predictions there are answers to questions
+that sampling never asks.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from distiller import draws
+from distiller.config import Recipe
+from distiller.data.latents import PROMPTS_FILE
+from distiller.stages import Stage, digest_of
+from distiller.teachers.base import Teacher
+from distiller.wan.drawing import draw, guided_predictor, load_scheduler
+from distiller.wan.network import WanNetwork
+from distiller.wan.pipeline import WanFiles
+from distiller.wan.text import TextStore
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt."""
+
+    prompts: tuple[str, ...]
+    latent_shape: tuple[int, int, int, int]
+    recipe: Recipe
+
+    @property
+    def num_samples(self) -> int:
+        """Samples in all."""
+        return len(self.prompts) * self.recipe.rollout.samples_per_prompt
+
+    @property
+    def keeps_points(self) -> bool:
+        """Whether every step's (x_t, prediction) is stored."""
+        return self.recipe.task.targets == "stored"
+
+    @property
+    def num_bytes(self) -> int:
+        """What the shards take on disk."""
+        tensors = 1 + (2 * self.recipe.sampling.num_inference_steps if self.keeps_points else 0)
+        width = 4 if self.recipe.rollout.dtype == "float32" else 2
+        return self.num_samples * tensors * width * torch.Size(self.latent_shape).numel()
+
+    @property
+    def num_forwards(self) -> int:
+        """Network passes over one sample."""
+        passes = 2 if self.recipe.sampling.guidance_scale > 1 else 1
+        return self.num_samples * self.recipe.sampling.num_inference_steps * passes
+
+    def stage(self, files: WanFiles, text_stage: Stage, dtype: torch.dtype) -> Stage:
+        """The stage with its key: everything that the latents depend on. Reads the teacher's files for their digest."""
+        key = {
+            "teacher": files.digest(*files.transformer_configs),
+            "scheduler": files.scheduler_config,
+            "boundary_ratio": files.boundary_ratio,
+            "text": dict(text_stage.key),
+            "prompts": digest_of(list(self.prompts)),
+            "dtype": str(dtype),
+            "quantization": self.recipe.teacher.quantization,
+            "sampling": self.recipe.sampling.model_dump(mode="json"),
+            "negative_prompt": self.recipe.task.guidance.negative_prompt,
+            "rollout": self.recipe.rollout.model_dump(mode="json"),
+            "points": self.keeps_points,
+            "latent_shape": self.latent_shape,
+            "seed": self.recipe.seed,
+        }
+        return Stage("rollout", key, self.recipe.stages_dir)
+
+
+def roll_out(
+    plan: RolloutPlan,
+    stage: Stage,
+    accelerator: Accelerator,
+    teacher: Teacher,
+    network: WanNetwork,
+    files: WanFiles,
+    text: TextStore,
+    negative_prompt_index: int,
+) -> None:
+    """Draws all samples, the ranks sharing the work, and finishes the stage. Communicates.
+
+    A shard is one batch of `rollout.batch_size` samples, whatever the number of ranks, so its content does not depend
+    on it. Shards that an earlier, interrupted run of the same key left are kept.
+    """
+    recipe, world_size, rank = plan.recipe, accelerator.num_processes, accelerator.process_index
+    size = recipe.rollout.batch_size
+    shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
+    stage.partial.mkdir(parents=True, exist_ok=True)
+    missing = [[number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]]
+    broadcast_object_list(missing)
+    rounds = -(-len(missing[0]) // world_size)
+    accelerator.print(
+        f"rollout: {plan.num_samples} samples x {recipe.sampling.num_inference_steps} steps = {plan.num_forwards} "
+        f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing[0])} of {len(shards)} shards to draw"
+    )
+    started, scheduler = time.perf_counter(), load_scheduler(files)
+    bar = tqdm(total=rounds, desc="rollout", unit="shard", disable=not accelerator.is_main_process, dynamic_ncols=True)
+    for turn in range(rounds):
+        mine = turn * world_size + rank
+        # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
+        number = missing[0][min(mine, len(missing[0]) - 1)]
+        tensors = _draw_shard(plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index)
+        if mine < len(missing[0]):
+            temporary = stage.partial / f".{_shard_name(number)}.{rank}"
+            save_file(tensors, temporary)
+            temporary.replace(stage.partial / _shard_name(number))
+        bar.update()
+    bar.close()
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (stage.partial / PROMPTS_FILE).write_text("\n".join(plan.prompts) + "\n", encoding="utf-8")
+        stage.finish()
+        accelerator.print(f"rollout: {time.perf_counter() - started:.1f} s, kept in {stage.folder}")
+    stage.wait()
+
+
+def _shard_name(number: int) -> str:
+    return f"rollout-{number:06d}.safetensors"
+
+
+def _draw_shard(
+    plan: RolloutPlan,
+    sample_ids: range,
+    accelerator: Accelerator,
+    teacher: Teacher,
+    network: WanNetwork,
+    scheduler: Any,
+    text: TextStore,
+    negative_prompt_index: int,
+) -> dict[str, torch.Tensor]:
+    recipe, device = plan.recipe, accelerator.device
+    prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
+    noise = torch.stack([draws.noise(recipe.seed, 0, i, plan.latent_shape, "rollout") for i in sample_ids]).to(device)
+    sampling = recipe.sampling
+    predict = guided_predictor(
+        teacher,
+        network,
+        sample_ids,
+        text.batch(prompt_index).to(device),
+        text.batch([negative_prompt_index]).to(device),
+        (sampling.guidance_scale, sampling.guidance_scale_2 or sampling.guidance_scale),
+    )
+    trajectory = draw(predict, scheduler, noise, sampling.num_inference_steps, plan.keeps_points)
+    dtype = getattr(torch, recipe.rollout.dtype)
+    tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
+    if plan.keeps_points:
+        tensors["points"] = torch.stack(trajectory.points, dim=1).to(dtype).cpu()
+        tensors["predictions"] = torch.stack(trajectory.predictions, dim=1).to(dtype).cpu()
+        tensors["timesteps"] = trajectory.timesteps.cpu()
+    return {name: tensor.contiguous() for name, tensor in tensors.items()}

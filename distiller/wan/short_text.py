@@ -1,0 +1,161 @@
+"""Runs a Wan transformer on short text embeddings with the result of fully padded ones.
+
+``WanPipeline`` pads every prompt's embeddings with zero rows to 512 rows, and Wan's cross-attention takes no mask: the
+zero rows are keys like any other, so a transformer's output depends on how many there are. They are all equal, though.
+``m`` equal keys weigh as much as ``k`` of them whose attention logits are raised by ``log(m / k)``, so the real rows and
+a single zero row are enough. For small models and short prompts that is several times faster, forward and backward.
+
+Shape suffixes: B batch, L rows of text, D width of the text encoder.
+"""
+
+import math
+
+import torch
+from diffusers import WanTransformer3DModel
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+PIPELINE_TEXT_LENGTH = 512
+"""Rows that ``WanPipeline`` pads text embeddings to unless it is told otherwise."""
+
+
+def install_short_text(transformer: WanTransformer3DModel, padded_length: int = PIPELINE_TEXT_LENGTH) -> None:
+    """Makes ``transformer`` treat text embeddings of any length as if zero rows padded them to ``padded_length``.
+
+    Only the cross-attention's processors are replaced and one forward pre-hook is added; weights, state dict and
+    config stay as they are, and deep copies carry the change with them. Wrap the transformer (DDP, DeepSpeed) as usual
+    afterwards. In bfloat16 the correction itself is rounded, an error of the size of that type's own.
+
+    From then on, text embeddings [B, L, D] of a forward must keep at least one zero row in every sample, except at
+    L = ``padded_length``, where the transformer computes what it always did. :func:`trim_padding` makes such
+    embeddings. A sample without a zero row raises ValueError on the CPU; on a GPU, where looking would stall the
+    stream, its output is NaN.
+
+    With gradient checkpointing, several forwards may come before their backwards as long as the blocks get the very
+    tensor that the text projection made; a wrapper that casts the inputs of every block (FSDP with mixed precision)
+    allows one forward at a time.
+
+    Args:
+        transformer: The transformer itself, not a wrapper around it.
+        padded_length: Number of rows, real and zero, whose result to reproduce.
+
+    Raises:
+        ValueError: It is installed already, or the transformer takes image embeddings, which Wan tells from text by
+            the fixed length of 512.
+    """
+    attentions = _cross_attentions(transformer)
+    if any(isinstance(attention.processor, _ShortTextProcessor) for attention in attentions):
+        raise ValueError("install_short_text: already installed on this transformer; call remove_short_text first")
+    if any(attention.add_k_proj is not None for attention in attentions):
+        raise ValueError(
+            "install_short_text: this transformer takes image embeddings (config.added_kv_proj_dim is set) and finds "
+            "them by a text length of exactly 512; give it padded text instead"
+        )
+    text_bias = _TextBias(padded_length)
+    text_bias.hook = transformer.register_forward_pre_hook(text_bias.before_forward, with_kwargs=True)
+    for attention in attentions:
+        attention.set_processor(_ShortTextProcessor(text_bias, replaced=attention.processor))
+
+
+def remove_short_text(transformer: WanTransformer3DModel) -> None:
+    """Gives back the processors that :func:`install_short_text` replaced; does nothing where it was not installed."""
+    for attention in _cross_attentions(transformer):
+        processor = attention.processor
+        if isinstance(processor, _ShortTextProcessor):
+            processor.text_bias.hook.remove()
+            attention.set_processor(processor.replaced)
+
+
+def trim_padding(embeds_BLD: torch.Tensor) -> torch.Tensor:
+    """Cuts text embeddings after the batch's longest prompt and one zero row (or at L where none is left).
+
+    Waits for the embeddings' device: call it where they are made, not in every step.
+
+    Returns:
+        A view [B, L', D] of the first L' <= L rows.
+    """
+    is_real_L = (embeds_BLD != 0).any(dim=-1).any(dim=0)
+    num_rows = int(is_real_L.nonzero().max()) + 1 if bool(is_real_L.any()) else 0
+    return embeds_BLD[:, : num_rows + 1]
+
+
+def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor | None:
+    """Attention bias that makes the zero rows of ``embeds_BLD`` weigh as much as all that would pad it.
+
+    Returns:
+        float32 [B, 1, 1, L] on the embeddings' device, log(padding rows / zero rows present) on zero rows and 0 on
+        real ones; None when L = ``padded_length`` and nothing is to be corrected.
+
+    Raises:
+        ValueError: L exceeds ``padded_length``, or (on the CPU) a sample of a shorter L has no zero row.
+    """
+    length = embeds_BLD.shape[1]
+    if length > padded_length:
+        raise ValueError(f"text embeddings have {length} rows, more than the {padded_length} they stand for")
+    if length == padded_length:
+        return None
+    is_zero_BL = (embeds_BLD == 0).all(dim=-1)
+    num_zero_B1 = is_zero_BL.sum(dim=1, keepdim=True)
+    if embeds_BLD.device.type == "cpu" and bool((num_zero_B1 == 0).any()):
+        raise ValueError(
+            f"text embeddings of {length} rows have a sample without a zero row; keep at least one after the longest "
+            f"prompt (trim_padding does), or pad to {padded_length} rows"
+        )
+    num_padding_B1 = padded_length - length + num_zero_B1
+    bias_BL = torch.where(is_zero_BL, torch.log(num_padding_B1 / num_zero_B1), 0.0)
+    bias_BL = bias_BL.masked_fill(num_zero_B1 == 0, math.nan)
+    return bias_BL[:, None, None, :]
+
+
+class _TextBias:
+    """Carries the bias of a forward from the transformer's pre-hook to the processors of its cross-attentions."""
+
+    hook: torch.utils.hooks.RemovableHandle
+
+    def __init__(self, padded_length: int) -> None:
+        self.padded_length = padded_length
+        self._current: torch.Tensor | None = None
+        # Gradient checkpointing runs blocks again during the backward, perhaps after another forward has replaced
+        # _current. It passes them the same tensors, so the projected text tells which forward a block belongs to.
+        self._by_text = WeakTensorKeyDictionary()
+
+    # A bound method, not a closure: deep-copying a transformer then copies hook and processors with one shared holder.
+    def before_forward(self, transformer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
+        embeds_BLD = kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2]
+        with torch.no_grad():
+            self._current = padding_bias(embeds_BLD, self.padded_length)
+
+    def of(self, projected_text: torch.Tensor) -> torch.Tensor | None:
+        """The bias that belongs to the text which a block's cross-attention attends to."""
+        if projected_text not in self._by_text:
+            self._by_text[projected_text] = self._current
+        return self._by_text[projected_text]
+
+
+class _ShortTextProcessor(WanAttnProcessor):
+    """Wan's own attention with the bias of :class:`_TextBias` added to its logits."""
+
+    def __init__(self, text_bias: _TextBias, replaced: WanAttnProcessor) -> None:
+        super().__init__()
+        self.text_bias = text_bias
+        self.replaced = replaced
+        self._attention_backend = replaced._attention_backend
+        self._parallel_config = replaced._parallel_config
+
+    def __call__(
+        self,
+        attn: WanAttention,
+        hidden_states: torch.Tensor,
+        encoder_hidden_states: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        assert encoder_hidden_states is not None and attention_mask is None
+        bias = self.text_bias.of(encoder_hidden_states)
+        if bias is not None:
+            bias = bias.to(hidden_states.dtype)
+        return super().__call__(attn, hidden_states, encoder_hidden_states, bias, rotary_emb)
+
+
+def _cross_attentions(transformer: WanTransformer3DModel) -> list[WanAttention]:
+    return [block.attn2 for block in transformer.blocks]

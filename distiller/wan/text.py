@@ -1,0 +1,110 @@
+"""Prompts become text embeddings once, before training; then the text encoder leaves memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from diffusers import WanPipeline
+from diffusers.utils import is_ftfy_available
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from distiller.stages import Stage, digest_of
+from distiller.wan.pipeline import WanFiles
+from distiller.wan.short_text import trim_padding
+
+EMBEDS_FILE = "embeds.safetensors"
+
+
+def text_stage(
+    files: WanFiles, prompts: Sequence[str], max_sequence_length: int, dtype: torch.dtype, parent: Path
+) -> Stage:
+    """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
+    key = {
+        "text_encoder": files.digest("text_encoder", "tokenizer"),
+        "dtype": str(dtype),
+        "max_sequence_length": max_sequence_length,
+        "prompts": digest_of(list(prompts)),
+        "cleaned_by_ftfy": is_ftfy_available(),
+    }
+    return Stage("text", key, parent)
+
+
+def encode_prompts(
+    stage: Stage, files: WanFiles, prompts: Sequence[str], dtype: torch.dtype, device: torch.device, batch_size: int = 64
+) -> None:
+    """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node."""
+    pipeline = load_text_encoder(files, dtype, device)
+    rows, lengths = [], []
+    with torch.no_grad():
+        for start in range(0, len(prompts), batch_size):
+            embeds = embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"])
+            for row in embeds:
+                length = int((row != 0).any(-1).sum())
+                rows.append(row[:length].cpu().clone())
+                lengths.append(length)
+    stage.partial.mkdir(parents=True, exist_ok=True)
+    tensors = {"tokens": torch.cat(rows), "lengths": torch.tensor(lengths)}
+    save_file(tensors, stage.partial / EMBEDS_FILE)
+    stage.finish()
+
+
+def load_text_encoder(files: WanFiles, dtype: torch.dtype, device: torch.device) -> WanPipeline:
+    """The pipeline with its text encoder and tokenizer only."""
+    root = files.fetch("text_encoder", "tokenizer", "scheduler")
+    pipeline = WanPipeline.from_pretrained(
+        root,
+        transformer=None,
+        transformer_2=None,
+        vae=None,
+        dtype=dtype,
+        low_cpu_mem_usage=True,
+        use_safetensors=True,
+        local_files_only=True,
+    )
+    return pipeline.to(device)
+
+
+def embed(pipeline: WanPipeline, prompts: Sequence[str], max_sequence_length: int) -> Tensor:
+    """The prompts' embeddings [B, max(n) + 1, D] as the pipeline makes them, without its surplus zero rows."""
+    embeds, _ = pipeline.encode_prompt(
+        list(prompts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
+    )
+    return trim_padding(embeds)
+
+
+class TextStore:
+    """The encoded prompts of a finished stage: memory-mapped, unpadded."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._file = stage.folder / EMBEDS_FILE
+        self.max_sequence_length = int(stage.key["max_sequence_length"])
+        with safe_open(self._file, framework="pt") as file:
+            self._tokens = file.get_tensor("tokens")
+            ends = file.get_tensor("lengths").cumsum(0).tolist()
+        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> Tensor:
+        """The real tokens of one prompt, [n, D]."""
+        start, end = self._spans[index]
+        return self._tokens[start:end]
+
+    def batch(self, indices: Sequence[int]) -> Tensor:
+        """Several prompts as one tensor: see `pad_text`."""
+        return pad_text([self[index] for index in indices], self.max_sequence_length)
+
+
+def pad_text(texts: Sequence[Tensor], max_sequence_length: int) -> Tensor:
+    """Stacks [n_i, D] texts to [B, min(max(n) + 1, max_sequence_length), D]; the zero rows stand for all the padding
+    that the pipeline would add (`distiller.wan.short_text` weighs them so)."""
+    length = min(max(len(text) for text in texts) + 1, max_sequence_length)
+    padded = texts[0].new_zeros(len(texts), length, texts[0].shape[-1])
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    return padded

@@ -1,0 +1,108 @@
+"""Small random WanPipelines with the real module layout: Wan 2.1 (one transformer) and Wan 2.2 (two experts)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
+
+WORDS = ("a", "red", "blue", "green", "cat", "dog", "bird", "runs", "sits", "flies")
+TEXT_DIM = 16
+PROMPTS = [f"a {colour} {animal} {verb}" for colour in WORDS[1:4] for animal in WORDS[4:7] for verb in WORDS[7:]]
+
+
+def transformer(num_layers: int = 3, num_heads: int = 2, seed: int = 0, **changes: Any) -> WanTransformer3DModel:
+    """A random transformer; its output layer is not zero, so that targets and gradients are not either."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = {
+            "patch_size": (1, 2, 2),
+            "num_attention_heads": num_heads,
+            "attention_head_dim": 12,
+            "in_channels": 4,
+            "out_channels": 4,
+            "text_dim": TEXT_DIM,
+            "freq_dim": 16,
+            "ffn_dim": 32,
+            "num_layers": num_layers,
+            "cross_attn_norm": True,
+            "qk_norm": "rms_norm_across_heads",
+            "rope_max_seq_len": 32,
+        }
+        return WanTransformer3DModel(**{**config, **changes})
+
+
+def make_pipeline(folder: Path, num_experts: int = 1, **changes: Any) -> Path:
+    """Saves a pipeline: 32x32 pixels become 4x4x4 latents."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        text_encoder = UMT5EncoderModel(
+            UMT5Config(vocab_size=len(WORDS) + 3, d_model=TEXT_DIM, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+        )
+        vae = AutoencoderKLWan(
+            base_dim=4,
+            z_dim=4,
+            dim_mult=[1, 1, 1, 1],
+            num_res_blocks=1,
+            temperal_downsample=[False, True, True],
+            latents_mean=[0.1, -0.2, 0.0, 0.3],
+            latents_std=[1.5, 0.8, 1.0, 1.2],
+        )
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2} | {word: i + 3 for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    experts = [transformer(seed=10 + number, **changes) for number in range(num_experts)]
+    pipeline = WanPipeline(
+        tokenizer=PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>"
+        ),
+        text_encoder=text_encoder,
+        vae=vae,
+        scheduler=FlowMatchEulerDiscreteScheduler(shift=3.0),
+        transformer=experts[0],
+        transformer_2=experts[1] if num_experts == 2 else None,
+        boundary_ratio=0.6 if num_experts == 2 else None,
+    )
+    pipeline.save_pretrained(folder)
+    return folder
+
+
+def write_prompts(file: Path, prompts: list[str] | None = None) -> Path:
+    """A prompt file."""
+    file.write_text("\n".join(prompts or PROMPTS) + "\n", encoding="utf-8")
+    return file
+
+
+def write_student_config(file: Path, **changes: Any) -> Path:
+    """A student's config.json: one head, two layers."""
+    config = dict(transformer().config) | {"num_attention_heads": 1, "num_layers": 2, "ffn_dim": 24} | changes
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return file
+
+
+def recipe(folder: Path, num_experts: int = 1, **sections: dict[str, Any]) -> dict[str, Any]:
+    """A recipe that trains in seconds; `sections` are merged over it. Makes the pipeline it needs."""
+    pipeline = folder / f"pipeline-{num_experts}"
+    if not pipeline.exists():
+        make_pipeline(pipeline, num_experts)
+    base: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "seed": 3,
+        "task": {"height": 32, "width": 32},
+        "sampling": {"num_inference_steps": 3},
+        "rollout": {"batch_size": 8},
+        "teacher": {"path": str(pipeline)},
+        "student": {"config": str(write_student_config(folder / "student.json"))},
+        "data": {"path": str(write_prompts(folder / "prompts.txt"))},
+        "train": {"max_steps": 6, "batch_size": 8, "log_every": 1},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0},
+    }
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
+    return base
