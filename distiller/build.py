@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
@@ -41,7 +41,7 @@ class Finished:
     steps: int
 
 
-def build_task(recipe: Recipe) -> Task[Any]:
+def build_task(recipe: Recipe) -> Task[Any, Any]:
     """The recipe's task, checked against the files that it names; reads no weights. Raises UserError."""
     return TASKS[recipe.task.kind](recipe)
 
@@ -63,7 +63,9 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     teacher = None
     if stages_need_teacher or task.needs_live_teacher:
         teacher = PLACEMENTS[recipe.teacher.placement](task.network, dtype, accelerator.device)
+    started = time.perf_counter()
     data = task.run_stages(accelerator, teacher)
+    stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:
         teacher.close()
         teacher = None
@@ -107,14 +109,13 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
+        stages_s=stages_s,
     )
 
 
 def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, accelerator: Accelerator) -> UpdatePlan:
     """How samples are split over updates and ranks; UserError when one update is larger than the data."""
-    plan = UpdatePlan(
-        num_samples, recipe.train.batch_size, accumulation_steps, accelerator.num_processes, recipe.seed
-    )
+    plan = UpdatePlan(num_samples, recipe.train.batch_size, accumulation_steps, accelerator.num_processes, recipe.seed)
     if not plan.updates_per_epoch:
         raise UserError(
             f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
@@ -185,7 +186,9 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-def _announce(notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any], engine: str, accelerator: Accelerator) -> None:
+def _announce(
+    notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
+) -> None:
     for notice in notices:
         accelerator.print(f"note: {notice}")
     accelerator.print(

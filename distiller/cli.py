@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         description="accelerate launch --config_file FILE.yaml -m distiller train RECIPE [key.sub=value ...]",
     )
     train.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
-    train.add_argument("overrides", nargs="*", metavar="key.sub=value", help="recipe keys to set, for example optim.lr=1e-4")
+    train.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="recipe keys to set, for example optim.lr=1e-4"
+    )
     train.add_argument("--resume", action="store_true", help="continue output_dir from its latest complete checkpoint")
     train.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
     train.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
@@ -75,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
     evaluate.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
-    evaluate.add_argument("overrides", nargs="*", metavar="key.sub=value", help="for example evaluation.num_samples=1000")
+    evaluate.add_argument(
+        "overrides", nargs="*", metavar="key.sub=value", help="for example evaluation.num_samples=1000"
+    )
     evaluate.set_defaults(run=_evaluate)
 
     sample = commands.add_parser("sample", help="draw teacher and student side by side")

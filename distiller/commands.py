@@ -12,10 +12,11 @@ import torch
 
 from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task
 from distiller.config import Recipe, load
+from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
 from distiller.errors import QualityGateError, UserError
-from distiller.launch import check_request, read_launch_file
-from distiller.process import die_with_launcher
+from distiller.launch import check_request, read_launch_file, resolve_accumulation
+from distiller.process import die_with_launcher, world_size
 from distiller.tracking import GIB
 from distiller.trainer import Run
 from distiller.trainer import train as run_loop
@@ -44,27 +45,41 @@ def train(recipe: Recipe, resume: bool) -> None:
 
 
 def dry_run(recipe: Recipe) -> None:
-    """Builds everything, runs a few updates on a little of the data, and prints what the whole run would take."""
+    """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
     die_with_launcher()
     folder = Path(f"{recipe.output_dir}.dry-run")
-    first = recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1, "ema_decay": recipe.train.ema_decay})
-    optim = recipe.optim.model_copy(update={"warmup_steps": 0})
-    small = recipe.model_copy(update={"output_dir": str(folder), "cache_dir": None, "train": first, "optim": optim})
-    run = build(small, resume=True)
+    run = build(_shortened(recipe, folder), resume=True)
     assert isinstance(run, Run)
+    build_s = run.stages_s
     metrics = run_loop(run)
-    whole = recipe.train.max_steps or (recipe.train.num_epochs or 1) * run.plan.updates_per_epoch
-    hours = whole * metrics["perf/step_ms"] / 3.6e6
-    peak = metrics["memory/gpu_peak_gib_max"]
-    run.accelerator.print(
-        f"dry run: {metrics['perf/step_ms']:.0f} ms a step after {DRY_RUN_STEPS} steps, {whole} steps take {hours:.2f} h; "
-        + (f"GPU peak {peak:.2f} GiB" if peak is not None else f"host memory {metrics['memory/host_rss_gib']:.2f} GiB a rank")
-    )
+    whole = UpdatePlan(build_task(recipe).num_samples, *run.plan.split)
+    steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
+    step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
+    stages_h = build_s / 3600 * whole.num_samples / run.plan.num_samples
+    memory = f"GPU peak {peak:.2f} GiB" if peak is not None else f"host {metrics['memory/host_rss_gib']:.2f} GiB a rank"
     run.tracker.close()
+    run.accelerator.print(
+        f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
+        f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
+    )
     run.accelerator.wait_for_everyone()
     if run.accelerator.is_main_process:
         shutil.rmtree(folder)
-    run.accelerator.end_training()
+
+
+def _shortened(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with a few updates on as much data, which leaves nothing where the real run would write."""
+    per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
+    return recipe.model_copy(
+        update={
+            "output_dir": str(folder),
+            "cache_dir": None,
+            "data": recipe.data.model_copy(update={"max_samples": per_update * DRY_RUN_STEPS}),
+            "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
+            "optim": recipe.optim.model_copy(update={"warmup_steps": 0}),
+            "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
+        }
+    )
 
 
 def check(recipe: Recipe, launch_file: str | None) -> None:
@@ -88,7 +103,9 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
         print(f"{name:<36} {value}")
     gate, reached = recipe.evaluation.min_recognised, report.get("student_recognised")
     if gate is not None and reached is not None and reached < gate:
-        raise QualityGateError(f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}")
+        raise QualityGateError(
+            f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
+        )
 
 
 def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) -> None:
@@ -153,6 +170,8 @@ def _write_json(file: Path, value: dict[str, Any]) -> None:
 def _flat_rows(report: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
     rows = []
     for name, value in report.items():
+        if value is None:
+            continue
         if isinstance(value, dict):
             rows += _flat_rows(value, f"{prefix}{name}, ")
         else:

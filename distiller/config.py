@@ -157,7 +157,10 @@ class Data(Section):
     """What is learnt from."""
 
     kind: Literal["prompts", "images", "latents"] = "prompts"
-    path: str = Field(description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents")
+    max_samples: Positive | None = Field(None, description="only the first so many prompts, images or latents")
+    path: str = Field(
+        description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents"
+    )
 
 
 class Train(Section):
@@ -168,7 +171,9 @@ class Train(Section):
     batch_size: Positive = Field(8, description="micro-batch of one process, in samples")
     gradient_accumulation_steps: Positive | None = Field(None, description="None = derived, or 1")
     samples_per_update: Positive | None = Field(None, description="global batch; None = derived")
-    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field("auto", description="auto = bf16 on a GPU that has it")
+    mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
+        "auto", description="auto = bf16 on a GPU that has it"
+    )
     gradient_checkpointing: bool = Field(False, description="of the student only")
     ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
     log_every: Positive = Field(10, description="updates")
@@ -208,7 +213,9 @@ class Evaluation(Section):
     num_samples: Positive = Field(100, description="drawings of each of teacher and student")
     batch_size: Positive = 50
     sample_prompts: tuple[str, ...] = Field((), description="for samples.png; empty = the first eight of the data")
-    min_recognised: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="quality gate: exit 3 below it")
+    min_recognised: Annotated[float, Field(ge=0, le=1)] | None = Field(
+        None, description="quality gate: exit 3 below it"
+    )
 
 
 class Tracking(Section):
@@ -396,4 +403,4 @@ def _first_problem(error: ValidationError) -> str:
 
 def _is_union_tag(part: str | int) -> bool:
     """Pydantic puts the tried member of a union into the location; users know no such key."""
-    return isinstance(part, str) and not part.isidentifier() or part in ("float", "int", "str", "tuple")
+    return (isinstance(part, str) and not part.isidentifier()) or part in ("float", "int", "str", "tuple")

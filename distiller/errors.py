@@ -1,4 +1,4 @@
-"""The two ways in which a run ends early, and their exit codes (DESIGN: exit 2 wrong use, exit 1 failed while running)."""
+"""The two ways in which a run ends early, and the exit codes they become."""
 
 from __future__ import annotations
 

@@ -61,7 +61,9 @@ def requested_launch() -> LaunchRequest | None:
     args = launch_command_parser().parse_args(arguments)
     file = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if file is None:
-        kind = "DEEPSPEED" if args.use_deepspeed else "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
+        kind = (
+            "DEEPSPEED" if args.use_deepspeed else "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
+        )
         return LaunchRequest("accelerate launch", args.num_processes or world_size(), kind, args.cpu, "no")
     return read_launch_file(Path(file), args.num_processes)
 
@@ -199,7 +201,9 @@ def _deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices
     try:
         plugin = DeepSpeedPlugin()
     except ImportError as error:
-        raise UserError("this launch file needs DeepSpeed; install it with: pip install 'distiller[deepspeed]'") from error
+        raise UserError(
+            "this launch file needs DeepSpeed; install it with: pip install 'distiller[deepspeed]'"
+        ) from error
     except ValueError as error:
         raise UserError(f"the launch file's DeepSpeed settings are refused: {' '.join(str(error).split())}") from error
     config = plugin.deepspeed_config
@@ -210,10 +214,10 @@ def _deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices
         enabled = config.get(name, {}).get("enabled", "auto")
         if enabled != "auto" and bool(enabled) != (precision == kind) and enabled:
             raise UserError(
-                f"the DeepSpeed JSON enables {name} and the recipe's precision is {precision}; write \"auto\" there"
+                f'the DeepSpeed JSON enables {name} and the recipe\'s precision is {precision}; write "auto" there'
             )
         if enabled != "auto" and not enabled and precision == kind:
-            raise UserError(f"the DeepSpeed JSON disables {name}, which the recipe asks for; write \"auto\" there")
+            raise UserError(f'the DeepSpeed JSON disables {name}, which the recipe asks for; write "auto" there')
     ours = {
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": recipe.optim.max_grad_norm or 0.0,

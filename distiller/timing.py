@@ -49,7 +49,10 @@ class StepTimer:
         for name, begin, end in self._events:
             totals[name] += begin.elapsed_time(end)
         steps, now = max(self._steps, 1), time.perf_counter()
-        report = {"step": 1e3 * (now - self._started) / steps, **{name: total / steps for name, total in totals.items()}}
+        report = {
+            "step": 1e3 * (now - self._started) / steps,
+            **{name: total / steps for name, total in totals.items()},
+        }
         self._host_s.clear()
         self._events.clear()
         self._steps, self._started = 0, now

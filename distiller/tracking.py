@@ -81,11 +81,19 @@ class Tracker:
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """Dense peak of the GPU's matrix units in 16-bit precision, FLOP/s, from the vendor's data sheets; None if unknown."""
+    """Dense 16-bit peak of the GPU's matrix units, FLOP/s, from the vendors' data sheets; None if unknown."""
     if device.type != "cuda" or precision == "no":
         return None
     name = torch.cuda.get_device_name(device)
-    sheet = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "4090": 165e12, "V100": 125e12}
+    sheet = {
+        "H200": 989e12,
+        "H100": 989e12,
+        "A100": 312e12,
+        "L40S": 362e12,
+        "L4": 121e12,
+        "4090": 165e12,
+        "V100": 125e12,
+    }
     return next((value for mark, value in sheet.items() if mark in name), None)
 
 

@@ -34,7 +34,7 @@ class Run:
     engine: str
     mixed_precision: str
     plan: UpdatePlan
-    task: Task[Any]
+    task: Task[Any, Any]
     teacher: Teacher | None
     student: nn.Module
     student_dtype: torch.dtype
@@ -46,6 +46,7 @@ class Run:
     tracker: Tracker
     first_step: int
     last_step: int
+    stages_s: float
 
 
 def train(run: Run) -> dict[str, Any]:
@@ -66,10 +67,14 @@ def train(run: Run) -> dict[str, Any]:
 
         set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
         with timer.part("student"):
-            losses = [_forward_backward(run, batch, target, count) for batch, target in zip(batches, targets, strict=True)]
+            losses = [
+                _forward_backward(run, batch, target, count) for batch, target in zip(batches, targets, strict=True)
+            ]
 
         with timer.part("optimizer"):
-            gradient_norm = accelerator.clip_grad_norm_(run.student.parameters(), recipe.optim.max_grad_norm or math.inf)
+            gradient_norm = accelerator.clip_grad_norm_(
+                run.student.parameters(), recipe.optim.max_grad_norm or math.inf
+            )
             run.optimizer.step()
             run.optimizer.zero_grad()
             if run.average is not None:
@@ -92,7 +97,9 @@ def train(run: Run) -> dict[str, Any]:
             }
             run.tracker.log(metrics)
             if not math.isfinite(metrics["loss"]):
-                raise RunError(f"the loss is {metrics['loss']} at step {step}; lower optim.lr or set optim.max_grad_norm")
+                raise RunError(
+                    f"the loss is {metrics['loss']} at step {step}; lower optim.lr or set optim.max_grad_norm"
+                )
         if _is_checkpoint_step(run, step):
             run.checkpoints.save(step, run.student, run.average)
     return metrics
@@ -114,7 +121,9 @@ def _check_finite(targets: Sequence[Outputs | None]) -> None:
     for outputs in targets:
         for name, value in (outputs or {}).items():
             if not bool(torch.isfinite(value).all()):
-                raise RunError(f"the teacher's {name} is not finite; try teacher.dtype=float32 (or bfloat16, not float16)")
+                raise RunError(
+                    f"the teacher's {name} is not finite; try teacher.dtype=float32 (or bfloat16, not float16)"
+                )
 
 
 def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:
@@ -131,9 +140,12 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
 def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[str, float]:
     """Global means of the update, from its sums over micro-batches and ranks. Communicates."""
     names = ["loss", *(f"loss/{name}" for name in losses[0].terms)]
-    sums = torch.stack([sum(column) for column in zip(*((l.total, *l.terms.values()) for l in losses), strict=True)])
-    means = run.accelerator.reduce(sums, "sum") / count
-    return dict(zip(names, means.tolist(), strict=True))
+    sums = torch.stack(
+        [sum(column) for column in zip(*((loss.total, *loss.terms.values()) for loss in losses), strict=True)]
+    )
+    total = run.accelerator.reduce(sums, "sum")
+    assert isinstance(total, Tensor)
+    return dict(zip(names, (total / count).tolist(), strict=True))
 
 
 def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -> dict[str, float | None]:
@@ -167,7 +179,7 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
 
 
 def _utilisation(run: Run, tokens_per_s: float) -> float | None:
-    """The student's model FLOPs (6 a parameter and token, Kaplan et al. 2020) over this GPU's peak; teacher not counted."""
+    """The student's model FLOPs (6 a parameter and token, Kaplan et al. 2020) over the GPU's peak, without teacher."""
     peak = peak_flops(run.accelerator.device, run.mixed_precision)
     return None if peak is None else 6 * run.student_parameters * tokens_per_s / peak
 

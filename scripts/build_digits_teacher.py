@@ -213,10 +213,13 @@ def train_vae(vae: AutoencoderKLWan, pixels: torch.Tensor, training: Training, k
 
     with single_frame_convolutions():
         train("vae", list(vae.parameters()), loss_of_random_batch, training)
-    mean, _ = posterior_of(vae, pixels)
+    mean, std = posterior_of(vae, pixels)
+    # Of sampled latents, not of their means: a channel that the pictures do not need is all noise, with a mean that
+    # hardly varies, and dividing it by the deviation of that mean would blow the noise up.
+    deviation = (mean.var(dim=(0, 2, 3, 4)) + std.square().mean(dim=(0, 2, 3, 4))).sqrt()
     vae.register_to_config(
         latents_mean=[round(value, 5) for value in mean.mean(dim=(0, 2, 3, 4)).tolist()],
-        latents_std=[round(value, 5) for value in mean.std(dim=(0, 2, 3, 4)).tolist()],
+        latents_std=[round(value, 5) for value in deviation.tolist()],
     )
 
 
@@ -232,10 +235,10 @@ def report_vae(vae: AutoencoderKLWan, pixels: torch.Tensor) -> None:
     mean, std = posterior_of(vae, pixels)
     decoded = torch.cat([vae.decode(part).sample for part in mean.split(256)])
     noisy = torch.cat([vae.decode(part).sample for part in (mean + std * torch.randn_like(mean)).split(256)])
-    scale = torch.tensor(vae.config.latents_std).view(1, 4, 1, 1, 1).to(std)
+    signal = mean.var(dim=(0, 2, 3, 4)).cpu() / torch.tensor(vae.config.latents_std).square()
     print(
         f"vae: squared error {F.mse_loss(decoded, pixels):.5f}, {F.mse_loss(noisy, pixels):.5f} with the posterior's "
-        f"noise, which is {(std / scale).square().mean().sqrt():.3f} deviations of the latents"
+        f"noise; share of signal in the latents by channel {[round(value, 2) for value in signal.tolist()]}"
     )
 
 

@@ -40,10 +40,9 @@ class LatentStore:
         self.timesteps: Tensor | None = None
         for file in self._files:
             self._read_header(file)
-        if self._prompt_index and max(self._prompt_index) >= len(self.prompts):
-            raise UserError(
-                f"data.path: {folder} has {len(self.prompts)} prompts and latents for line {max(self._prompt_index) + 1}"
-            )
+        last = max(self._prompt_index, default=-1)
+        if last >= len(self.prompts):
+            raise UserError(f"data.path: {folder} has {len(self.prompts)} prompts and latents for line {last + 1}")
         self._open: dict[tuple[int, Path], safe_open] = {}
 
     def __len__(self) -> int:
@@ -78,13 +77,17 @@ class LatentStore:
             with safe_open(file, framework="pt") as handle:
                 names = set(handle.keys())
                 if "latents" not in names:
-                    raise UserError(f"data.path: {file.name} has no tensor 'latents' (found: {', '.join(sorted(names))})")
+                    raise UserError(
+                        f"data.path: {file.name} has no tensor 'latents' (found: {', '.join(sorted(names))})"
+                    )
                 count, *shape = handle.get_slice("latents").get_shape()
                 if self.shape and self.shape != tuple(shape):
                     raise UserError(f"data.path: {file.name} has latents of shape {shape}, others {list(self.shape)}")
                 self.shape = tuple(shape)
                 first = self._ends[-1] if self._ends else 0
-                index = handle.get_tensor("prompt_index") if "prompt_index" in names else torch.arange(first, first + count)
+                index = (
+                    handle.get_tensor("prompt_index") if "prompt_index" in names else torch.arange(first, first + count)
+                )
                 if "timesteps" in names:
                     self.timesteps = handle.get_tensor("timesteps")
         except SafetensorError as error:

@@ -24,6 +24,11 @@ class UpdatePlan:
     seed: int
 
     @property
+    def split(self) -> tuple[int, int, int, int]:
+        """Everything but the number of samples, in the order of the fields."""
+        return self.batch_size, self.accumulation_steps, self.world_size, self.seed
+
+    @property
     def samples_per_update(self) -> int:
         """The global batch."""
         return self.batch_size * self.accumulation_steps * self.world_size

@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 from distiller.teachers.base import Network, Outputs, Request, Teacher
 
 BatchT = TypeVar("BatchT")
+NetworkT = TypeVar("NetworkT", bound=Network)
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,14 @@ class LossSum:
     terms: dict[str, Tensor]
 
 
-class Task(ABC, Generic[BatchT]):
+class Task(ABC, Generic[BatchT, NetworkT]):
     """Built from a recipe and files' descriptions alone; weights are read in the methods that say so.
 
     In order: construction (raises UserError), `run_stages`, `build_student`, then `collate` in loader processes and the
     rest once a micro-batch.
     """
 
-    network: Network
+    network: NetworkT
     """The teacher, without a place."""
 
     num_samples: int
@@ -53,7 +54,7 @@ class Task(ABC, Generic[BatchT]):
 
     @abstractmethod
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[Any]:
-        """Runs what is left of the stages and returns the training data, indexed by (epoch, sample id). Communicates."""
+        """Runs the other stages and returns the training data, indexed by (epoch, sample id). Communicates."""
 
     @abstractmethod
     def build_student(self) -> nn.Module:

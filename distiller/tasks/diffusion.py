@@ -81,10 +81,8 @@ class DiffusionBatch:
         return self.map(Tensor.pin_memory)
 
 
-class DiffusionTask(Task[DiffusionBatch]):
+class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
-
-    network: WanNetwork
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe, self._task = recipe, recipe.task
@@ -108,9 +106,7 @@ class DiffusionTask(Task[DiffusionBatch]):
     def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         self._text_stage = _on_main(
             accelerator,
-            lambda: text_stage(
-                self.files, self._texts, self._task.max_sequence_length, dtype, self._recipe.stages_dir
-            ),
+            lambda: text_stage(self.files, self._texts, self._task.max_sequence_length, dtype, self._recipe.stages_dir),
         )
         _once_a_node(
             accelerator,
@@ -201,7 +197,9 @@ class DiffusionTask(Task[DiffusionBatch]):
         return len(batch.sample_ids)
 
     def tokens(self, batch: DiffusionBatch) -> int:
-        patches = [size // patch for size, patch in zip(batch.noisy.shape[2:], self._student_config["patch_size"], strict=True)]
+        patches = [
+            size // patch for size, patch in zip(batch.noisy.shape[2:], self._student_config["patch_size"], strict=True)
+        ]
         return len(batch.sample_ids) * torch.Size(patches).numel()
 
     def student_inputs(self, batch: DiffusionBatch, dtype: torch.dtype) -> Mapping[str, Any]:
@@ -301,23 +299,23 @@ class DiffusionTask(Task[DiffusionBatch]):
     def _find_data(self) -> None:
         data, path = self._recipe.data, local_path(self._recipe.data.path)
         if data.kind == "prompts":
-            self._prompts = read_prompts(path)
+            self._prompts = read_prompts(path)[: data.max_samples]
             per_prompt = self._recipe.rollout.samples_per_prompt if self._recipe.rollout.enabled else 1
             self.num_samples = len(self._prompts) * per_prompt
         elif data.kind == "images":
             if self._task.num_frames != 1:
                 raise UserError(f"data.kind=images needs task.num_frames=1, given {self._task.num_frames}")
-            self._images = find_images(path)
+            self._images = find_images(path)[: data.max_samples]
             self._prompts = [caption for _, caption in self._images]
             self.num_samples = len(self._images)
         else:
             store = LatentStore(path)
-            self._prompts, self.num_samples = store.prompts, len(store)
+            self._prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
 
     def _rows(self, store: LatentStore | None) -> list[int]:
         """The row in the text store of every sample."""
         rows = [self._text_row[prompt] for prompt in self._prompts]
-        return rows if store is None else [rows[store.prompt_index(i)] for i in range(len(store))]
+        return rows if store is None else [rows[store.prompt_index(i)] for i in range(self.num_samples)]
 
     def _rollout_plan(self) -> RolloutPlan:
         return RolloutPlan(tuple(self._prompts), self._latent_shape, self._recipe)

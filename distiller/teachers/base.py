@@ -52,7 +52,7 @@ class Network(ABC):
 
 @dataclass
 class TeacherMemory:
-    """Bytes that the teacher's weights hold: on this rank's GPU, and in the node's host memory (shared counted once)."""
+    """Bytes of the teacher's weights: on this rank's GPU, and in the node's host memory (shared ones counted once)."""
 
     gpu_bytes: int = 0
     host_bytes: int = 0

@@ -65,7 +65,10 @@ def compare(
     )
     pipeline.set_progress_bar_config(disable=True)
     vae = Vae(files, device)
-    errors, shape = _Errors(files.num_train_timesteps), files.latent_shape(recipe.task.num_frames, recipe.task.height, recipe.task.width)
+    errors, shape = (
+        _Errors(files.num_train_timesteps),
+        files.latent_shape(recipe.task.num_frames, recipe.task.height, recipe.task.width),
+    )
     final_errors: list[float] = []
     recognised: dict[str, list[bool]] = {"teacher": [], "student": []}
     conditions: Conditions | None = None

@@ -81,7 +81,9 @@ class WanNetwork(Network):
 def _run(transformer: nn.Module, inputs: Mapping[str, Tensor], wanted: Sequence[str]) -> Outputs:
     dtype = next(iter(transformer.patch_embedding.parameters())).dtype
     latents, timesteps = inputs["latents"].to(dtype), inputs["timesteps"]
-    blocks = [(name, transformer.blocks[int(name.removeprefix(FEATURES))]) for name in wanted if name.startswith(FEATURES)]
+    blocks = [
+        (name, transformer.blocks[int(name.removeprefix(FEATURES))]) for name in wanted if name.startswith(FEATURES)
+    ]
     outputs: Outputs = {}
     if PREDICTION in wanted or blocks:
         with capture_outputs(blocks) as captured:

@@ -159,5 +159,9 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(f"teacher.path: {name} is no folder here and unknown on the hub; {offline}") from error
     except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        why = "offline mode is on and it is not in the local cache" if constants.HF_HUB_OFFLINE else "the hub did not answer"
+        why = (
+            "offline mode is on and it is not in the local cache"
+            if constants.HF_HUB_OFFLINE
+            else "the hub did not answer"
+        )
         raise UserError(f"teacher.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error

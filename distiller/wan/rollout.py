@@ -111,7 +111,9 @@ def roll_out(
         mine = turn * world_size + rank
         # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
         number = missing[0][min(mine, len(missing[0]) - 1)]
-        tensors = _draw_shard(plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index)
+        tensors = _draw_shard(
+            plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index
+        )
         if mine < len(missing[0]):
             temporary = stage.partial / f".{_shard_name(number)}.{rank}"
             save_file(tensors, temporary)

@@ -36,7 +36,11 @@ def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
             config[key] = wanted or teacher[key]
     else:
         config = _read_config(student)
-    for key, name in (("in_channels", "input channels"), ("out_channels", "output channels"), ("text_dim", "text width")):
+    for key, name in (
+        ("in_channels", "input channels"),
+        ("out_channels", "output channels"),
+        ("text_dim", "text width"),
+    ):
         ours, theirs = config.get(key), teacher.get(key)
         if ours != theirs:
             raise UserError(f"the student's {name} ({key}) are {ours} and the teacher's {theirs}; they must be equal")
@@ -57,6 +61,7 @@ def build_student(student: Student, config: Mapping[str, Any], files: WanFiles, 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = WanTransformer3DModel.from_config(dict(config))
+    assert isinstance(model, WanTransformer3DModel)
     if student.from_teacher:
         copy_from_teacher(model, files)
     return model
@@ -96,7 +101,9 @@ class DistilledStudent(nn.Module):
     One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
     """
 
-    def __init__(self, model: WanTransformer3DModel, feature_blocks: Sequence[int], teacher_dim: int, seed: int) -> None:
+    def __init__(
+        self, model: WanTransformer3DModel, feature_blocks: Sequence[int], teacher_dim: int, seed: int
+    ) -> None:
         super().__init__()
         self.model = model
         self.feature_blocks = tuple(feature_blocks)
@@ -139,7 +146,9 @@ def _read_config(student: Student) -> dict[str, Any]:
     defaults = _config_defaults()
     unknown = {key for key in config if key not in defaults and not key.startswith("_")}
     if unknown:
-        raise UserError(f"{key}: {file} has keys that WanTransformer3DModel does not know: {', '.join(sorted(unknown))}")
+        raise UserError(
+            f"{key}: {file} has keys that WanTransformer3DModel does not know: {', '.join(sorted(unknown))}"
+        )
     return defaults | config
 
 

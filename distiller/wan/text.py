@@ -34,7 +34,12 @@ def text_stage(
 
 
 def encode_prompts(
-    stage: Stage, files: WanFiles, prompts: Sequence[str], dtype: torch.dtype, device: torch.device, batch_size: int = 64
+    stage: Stage,
+    files: WanFiles,
+    prompts: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    batch_size: int = 64,
 ) -> None:
     """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node."""
     pipeline = load_text_encoder(files, dtype, device)

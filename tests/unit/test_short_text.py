@@ -57,7 +57,9 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("lengths", [(5, 5), (1, 3, 9), (0, 4), (511, 2)])
-def test_output_and_gradient_equal_the_padded_form(transformer: WanTransformer3DModel, lengths: tuple[int, ...]) -> None:
+def test_output_and_gradient_equal_the_padded_form(
+    transformer: WanTransformer3DModel, lengths: tuple[int, ...]
+) -> None:
     inputs = make_inputs(lengths)
     padded_output = transformer(**inputs).sample
     padded_output.square().mean().backward()
