@@ -16,7 +16,7 @@ from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
 from distiller.errors import QualityGateError, UserError
 from distiller.launch import check_request, read_launch_file, resolve_accumulation
-from distiller.process import die_with_launcher, world_size
+from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.tracking import GIB
 from distiller.trainer import Run
 from distiller.trainer import train as run_loop
@@ -48,14 +48,15 @@ def dry_run(recipe: Recipe) -> None:
     """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
     die_with_launcher()
     folder = Path(f"{recipe.output_dir}.dry-run")
-    run = build(_shortened(recipe, folder), resume=True)
+    if is_main_process():
+        shutil.rmtree(folder, ignore_errors=True)
+    run = build(_shortened(recipe, folder))
     assert isinstance(run, Run)
-    build_s = run.stages_s
     metrics = run_loop(run)
     whole = UpdatePlan(build_task(recipe).num_samples, *run.plan.split)
     steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
-    stages_h = build_s / 3600 * whole.num_samples / run.plan.num_samples
+    stages_h = run.stages_s / 3600 * whole.num_samples / run.plan.num_samples
     memory = f"GPU peak {peak:.2f} GiB" if peak is not None else f"host {metrics['memory/host_rss_gib']:.2f} GiB a rank"
     run.tracker.close()
     run.accelerator.print(

@@ -140,9 +140,8 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
 def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[str, float]:
     """Global means of the update, from its sums over micro-batches and ranks. Communicates."""
     names = ["loss", *(f"loss/{name}" for name in losses[0].terms)]
-    sums = torch.stack(
-        [sum(column) for column in zip(*((loss.total, *loss.terms.values()) for loss in losses), strict=True)]
-    )
+    columns = zip(*((loss.total, *loss.terms.values()) for loss in losses), strict=True)
+    sums = torch.stack([torch.stack(column).sum() for column in columns])
     total = run.accelerator.reduce(sums, "sum")
     assert isinstance(total, Tensor)
     return dict(zip(names, (total / count).tolist(), strict=True))
