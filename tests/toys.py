@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
@@ -86,11 +87,8 @@ def write_student_config(file: Path, **changes: Any) -> Path:
     return file
 
 
-def recipe(folder: Path, num_experts: int = 1, **sections: dict[str, Any]) -> dict[str, Any]:
-    """A recipe that trains in seconds; `sections` are merged over it. Makes the pipeline it needs."""
-    pipeline = folder / f"pipeline-{num_experts}"
-    if not pipeline.exists():
-        make_pipeline(pipeline, num_experts)
+def recipe(folder: Path, pipeline: Path, **sections: Any) -> dict[str, Any]:
+    """A recipe that trains in seconds and writes under `folder`; `sections` are merged over it."""
     base: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "seed": 3,
@@ -106,3 +104,23 @@ def recipe(folder: Path, num_experts: int = 1, **sections: dict[str, Any]) -> di
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
     return base
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def student_vector(run_dir: Path) -> torch.Tensor:
+    """All weights of the exported student as one float64 vector."""
+    state = load_file(run_dir / "student" / "diffusion_pytorch_model.safetensors")
+    return torch.cat([state[name].flatten().double() for name in sorted(state)])
+
+
+def assert_same_run(run_dir: Path, reference_dir: Path, loss_tolerance: float = 2e-5, tolerance: float = 1e-5) -> None:
+    """The sameness promise: equal loss series, and equal students by the norm of all their weights."""
+    ours, theirs = ([line["loss"] for line in read_metrics(folder)] for folder in (run_dir, reference_dir))
+    assert len(ours) == len(theirs)
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= loss_tolerance
+    ours, theirs = student_vector(run_dir), student_vector(reference_dir)
+    assert ((ours - theirs).norm() / theirs.norm()).item() <= tolerance

@@ -1,0 +1,56 @@
+"""Imports go one way, and nothing refers to what lies above it."""
+
+import ast
+from pathlib import Path
+
+import distiller
+
+PACKAGE = Path(distiller.__file__).parent
+# Lower layers first; a module may import from its own layer and from lower ones.
+LAYERS = [
+    ["errors", "__init__"],
+    ["resources", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
+    ["config", "stages"],
+    ["devices", "optim", "data"],
+    ["teachers"],
+    ["wan"],
+    ["tasks"],
+    ["launch", "weights", "checkpoint", "tracking"],
+    ["trainer"],
+    ["build"],
+    ["commands"],
+    ["cli", "__main__"],
+]
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+
+
+def imports_of(file: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("distiller"):
+            parts = (node.module or "").split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("distiller.")}
+    return {name for name in found if name in LAYER_OF}
+
+
+def test_imports_go_one_way():
+    wrong = []
+    for file in PACKAGE.rglob("*.py"):
+        owner = file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        for imported in imports_of(file):
+            if LAYER_OF[imported] > LAYER_OF[owner]:
+                wrong.append(f"{file.relative_to(PACKAGE)} imports {imported}")
+    assert not wrong
+
+
+def test_every_module_has_a_layer():
+    owners = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in PACKAGE.rglob("*.py")}
+    assert owners == set(LAYER_OF)
+
+
+def test_the_loop_knows_interfaces_and_no_concrete_task_or_placement():
+    text = (PACKAGE / "trainer.py").read_text(encoding="utf-8")
+    names = [a.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) for a in n.names]
+    assert not [name for name in names if "Diffusion" in name or "Replicated" in name or "Wan" in name]

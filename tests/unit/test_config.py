@@ -1,0 +1,66 @@
+"""Recipes: strict, frozen, complete when written out."""
+
+import subprocess
+import sys
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from distiller.config import dump, load, parse
+from distiller.resources import recipe_names
+
+MINIMAL = {
+    "teacher": {"path": "teacher"},
+    "student": {"config": "student.json"},
+    "data": {"path": "prompts.txt"},
+    "train": {"max_steps": 1},
+}
+
+
+def test_every_default_is_written_out_and_read_back_the_same():
+    recipe = parse(MINIMAL)
+    written = yaml.safe_load(dump(recipe))
+    assert parse(written) == recipe
+    assert written["optim"]["betas"] == [0.9, 0.999]
+    assert written["task"]["losses"]["prediction"] == {"weight": 1.0, "kind": "mse", "huber_delta": 1.0}
+
+
+def test_a_recipe_is_frozen():
+    with pytest.raises(ValidationError):
+        parse(MINIMAL).seed = 1
+
+
+@pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
+def test_numbers_are_read_as_people_write_them(tmp_path, text):
+    """PyYAML alone reads 1e-4 as a string."""
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL) + f"optim:\n  lr: {text}\n")
+    assert load(str(file)).optim.lr == 1e-4
+    assert load(str(file), [f"optim.lr={text}"]).optim.lr == 1e-4
+
+
+def test_overrides_reach_into_sections_that_the_file_does_not_have(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(MINIMAL))
+    recipe = load(
+        str(file),
+        [
+            "task.losses.features.weight=0.5",
+            "task.losses.features.student_blocks=[0, 2]",
+            "task.losses.features.teacher_blocks=[1, 5]",
+            "tracking.trackers=[wandb]",
+        ],
+    )
+    assert recipe.task.losses.features.student_blocks == (0, 2)
+    assert recipe.tracking.trackers == ("wandb",)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_packaged_recipes_are_valid(name):
+    load(name)
+
+
+def test_recipes_are_checked_without_importing_torch():
+    code = "import distiller.cli, distiller.config, sys; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,239 @@
+"""Whole runs in one process on toy pipelines: what they leave, that they are the same however the work is split."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from distiller import commands, draws
+from distiller.config import Recipe
+from distiller.data.latents import LatentStore
+from tests import toys
+
+REFERENCES = Path(__file__).parent.parent / "references"
+
+
+def run(recipe: Recipe, resume: bool = False) -> Path:
+    commands.train(recipe, resume)
+    return Path(recipe.output_dir)
+
+
+@pytest.fixture
+def fresh():
+    """Lets one test build several Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    return reset
+
+
+def test_a_run_leaves_the_contracts_files(make_recipe, capsys):
+    folder = run(make_recipe(checkpoint={"every_steps": 2, "keep": 2}))
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints", "metrics.jsonl", "recipe.yaml", "samples.png", "stages", "student", "summary.json",
+    ]  # fmt: skip
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
+    assert (folder / "checkpoints" / "latest").read_text() == "step-6"
+    summary = json.loads((folder / "summary.json").read_text())
+    metrics = toys.read_metrics(folder)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    assert summary["final_loss"] == metrics[-1]["loss"]
+    assert (summary["engine"], summary["placement"], summary["world_size"]) == ("single", "replicated", 1)
+    student = WanTransformer3DModel.from_pretrained(folder / "student")
+    assert summary["student_params"] == sum(p.numel() for p in student.parameters())
+    assert all((file.stat().st_mode & 0o777) == 0o644 for file in (folder / "student").iterdir())
+    assert {"loss/prediction", "lr", "grad_norm", "perf/teacher_ms", "memory/teacher_host_gib"} <= metrics[0].keys()
+    assert metrics[0]["perf/mfu"] is None
+
+
+@pytest.mark.parametrize("num_experts", [1, 2])
+def test_the_loss_series_is_the_recorded_one(make_recipe, num_experts):
+    """A change of any draw, order, target or weight shows here. Recorded with torch 2.13 on a CPU, float32."""
+    folder = run(make_recipe(num_experts))
+    recorded = json.loads((REFERENCES / f"toy-{num_experts}-experts.json").read_text())
+    assert [line["loss"] for line in toys.read_metrics(folder)] == pytest.approx(recorded["loss"], abs=5e-5)
+    assert toys.student_vector(folder).norm().item() == pytest.approx(recorded["student_norm"], rel=1e-5)
+
+
+def test_accumulation_and_loader_workers_change_nothing(make_recipe, tmp_path, fresh):
+    cache = str(tmp_path / "cache")
+    whole = run(make_recipe(cache_dir=cache, output_dir=str(tmp_path / "whole")))
+    fresh()
+    split = {"batch_size": 2, "samples_per_update": 8, "num_workers": 2, "gradient_checkpointing": True}
+    parts = run(make_recipe(cache_dir=cache, output_dir=str(tmp_path / "parts"), train=split))
+    toys.assert_same_run(parts, whole)
+
+
+def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
+    options = {"cache_dir": str(tmp_path / "cache"), "checkpoint": {"every_steps": 2}}
+    features = {"task": {"losses": {"features": {"weight": 0.1, "student_blocks": [0], "teacher_blocks": [1]}},
+                         "height": 32, "width": 32}}  # fmt: skip
+    train = {"ema_decay": 0.9}
+    whole = run(make_recipe(output_dir=str(tmp_path / "whole"), train=train, **features, **options))
+    fresh()
+    broken = {"output_dir": str(tmp_path / "broken"), **features, **options}
+    run(make_recipe(train=train | {"max_steps": 4}, **broken))
+    fresh()
+    resumed = run(make_recipe(train=train, **broken), resume=True)
+    toys.assert_same_run(resumed, whole, loss_tolerance=0.0, tolerance=0.0)
+    fresh()
+    before = (resumed / "summary.json").read_bytes()
+    run(make_recipe(train=train, **broken), resume=True)
+    assert (resumed / "summary.json").read_bytes() == before
+
+
+def test_resume_without_a_checkpoint_starts_at_step_1(make_recipe, tmp_path):
+    recipe = make_recipe()
+    folder = Path(recipe.output_dir)
+    folder.mkdir()
+    from distiller.config import dump
+
+    (folder / "recipe.yaml").write_text(dump(recipe))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
+    run(recipe, resume=True)
+    assert [line["step"] for line in toys.read_metrics(folder)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_average_is_exported_and_differs_from_the_weights(make_recipe):
+    folder = run(make_recipe(train={"ema_decay": 0.9}))
+    weights = load_file(folder / "checkpoints" / "step-6" / "model.safetensors")
+    average = load_file(folder / "checkpoints" / "step-6" / "average.safetensors")
+    student = load_file(folder / "student" / "diffusion_pytorch_model.safetensors")
+    name = "blocks.0.attn1.to_q.weight"
+    assert torch.equal(student[name], average[f"model.{name}"])
+    assert not torch.equal(student[name], weights[f"model.{name}"])
+
+
+def test_projections_are_trained_and_saved_but_not_exported(make_recipe, tmp_path):
+    losses = {"features": {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [0, 2]}}
+    folder = run(make_recipe(task={"losses": losses, "height": 32, "width": 32}))
+    checkpoint = load_file(folder / "checkpoints" / "step-6" / "model.safetensors")
+    assert checkpoint["projections.1.weight"].shape == (24, 12)
+    assert not [key for key in load_file(folder / "student" / "diffusion_pytorch_model.safetensors") if "proj" in key
+                and "projections" in key]  # fmt: skip
+    line = toys.read_metrics(folder)[0]
+    assert line["loss"] == pytest.approx(line["loss/prediction"] + 0.5 * line["loss/features"], rel=1e-6)
+
+
+def test_the_teacher_is_in_no_checkpoint(make_recipe):
+    folder = run(make_recipe())
+    keys = load_file(folder / "checkpoints" / "step-6" / "model.safetensors").keys()
+    assert {key.split(".")[0] for key in keys} == {"model"}
+
+
+def test_guided_predictions_are_learnt_at_the_chosen_scale(make_recipe, tmp_path, fresh):
+    """With scale 1 the target is the conditional prediction: the same losses as without guidance."""
+    base = {"height": 32, "width": 32}
+    cache = str(tmp_path / "cache")
+    series = {}
+    for name, scale in (("none", None), ("one", 1.0), ("four", 4.0), ("drawn", [1.0, 4.0])):
+        task = base | {"guidance": {"scale": scale}}
+        folder = run(make_recipe(task=task, cache_dir=cache, output_dir=str(tmp_path / name)))
+        series[name] = [line["loss"] for line in toys.read_metrics(folder)]
+        fresh()
+    assert series["one"] == pytest.approx(series["none"], abs=1e-6)
+    assert series["four"] != pytest.approx(series["none"], abs=2e-4)
+    assert series["drawn"] != pytest.approx(series["four"], abs=1e-4)
+
+
+def test_stored_targets_need_no_teacher_in_the_loop(make_recipe):
+    task = {"height": 32, "width": 32, "targets": "stored"}
+    folder = run(make_recipe(task=task))
+    metrics = toys.read_metrics(folder)
+    assert metrics[0]["perf/teacher_ms"] is None
+    assert metrics[0]["memory/teacher_host_gib"] is None
+    store = LatentStore(next((folder / "stages").glob("rollout-*")))
+    points = [store.trajectory_point(0, step)[0] for step in range(3)]
+    assert torch.equal(points[0], draws.noise(3, 0, 0, (4, 1, 4, 4), "rollout"))
+    assert (folder / "samples.png").is_file()
+
+
+def test_the_rollout_is_reused_under_its_key_and_drawn_again_under_another(make_recipe, tmp_path, capsys, fresh):
+    cache = tmp_path / "cache"
+    for name, steps in (("a", 3), ("b", 3), ("c", 4)):
+        sampling = {"num_inference_steps": steps}
+        run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / name), sampling=sampling))
+        assert ("reusing" in capsys.readouterr().out) == (name == "b")
+        fresh()
+    assert len(list(cache.glob("rollout-*"))) == 2
+    assert len(list(cache.glob("text-*"))) == 1
+
+
+def test_an_interrupted_rollout_keeps_its_shards(make_recipe, tmp_path, capsys, fresh):
+    cache = tmp_path / "cache"
+    run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / "a")))
+    fresh()
+    stage = next(cache.glob("rollout-*"))
+    whole = load_file(stage / "rollout-000001.safetensors")
+    stage.rename(stage.with_name(stage.name + ".partial"))
+    partial = stage.with_name(stage.name + ".partial")
+    (partial / "key.json").unlink()
+    (partial / "rollout-000001.safetensors").unlink()
+    capsys.readouterr()
+    run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / "b")))
+    assert "1 of 4 shards to draw" in capsys.readouterr().out
+    assert torch.equal(load_file(stage / "rollout-000001.safetensors")["latents"], whole["latents"])
+
+
+def test_pure_noise_is_available_for_comparison(make_recipe):
+    folder = run(make_recipe(rollout={"enabled": False}))
+    assert not list((folder / "stages").glob("rollout-*"))
+
+
+def test_images_are_encoded_once_and_true_data_is_learnt(make_recipe, tmp_path):
+    images = tmp_path / "images"
+    images.mkdir()
+    generator = np.random.default_rng(0)
+    for number in range(9):
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(images / f"{number}.png")
+        (images / f"{number}.txt").write_text("a red cat sits")
+    task = {"height": 32, "width": 32, "losses": {"true_data": {"weight": 0.5}}}
+    folder = run(make_recipe(task=task, data={"kind": "images", "path": str(images)}))
+    line = toys.read_metrics(folder)[0]
+    assert line["loss"] == pytest.approx(line["loss/prediction"] + 0.5 * line["loss/true_data"], rel=1e-6)
+    assert len(LatentStore(next((folder / "stages").glob("images-*")))) == 9
+
+
+def test_video_latents_from_disk(make_recipe, tmp_path):
+    latents = tmp_path / "latents"
+    latents.mkdir()
+    save_file({"latents": torch.randn(10, 4, 2, 4, 4)}, latents / "a.safetensors")
+    (latents / "prompts.txt").write_text("a cat\n" * 10)
+    task = {"height": 32, "width": 32, "num_frames": 5, "losses": {"prediction": {"kind": "huber"}}}
+    folder = run(make_recipe(task=task, data={"kind": "latents", "path": str(latents)}))
+    metrics = toys.read_metrics(folder)
+    assert metrics[0]["perf/tokens_per_s"] == pytest.approx(8 * metrics[0]["perf/samples_per_s"])
+
+
+def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
+    folder = run(make_recipe(num_experts=2))
+    commands.evaluate(folder, ["evaluation.num_samples=4"])
+    assert "final_latent_mse" in capsys.readouterr().out
+    evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
+    assert evaluation["num_samples"] == 4
+    assert evaluation["velocity_mse_last_step"] > 0
+    commands.sample(folder, ["a red cat", "a bird"], 0, folder / "two.png")
+    with Image.open(folder / "two.png") as picture:
+        assert picture.size[0] > 300
+
+
+def test_a_dry_run_leaves_nothing(make_recipe, capsys):
+    recipe = make_recipe()
+    commands.dry_run(recipe)
+    assert "ms a step" in capsys.readouterr().out
+    assert not Path(recipe.output_dir).exists()
+    assert not Path(f"{recipe.output_dir}.dry-run").exists()
+
+
+def test_a_student_that_is_the_teacher_has_no_loss(make_recipe, pipelines):
+    """The whole path from prompt to loss is exact, or this would not be zero."""
+    folder = run(make_recipe(student={"config": None, "path": str(pipelines[1])}, optim={"lr": 1e-12}))
+    assert toys.read_metrics(folder)[0]["loss"] < 1e-9

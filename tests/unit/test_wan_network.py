@@ -1,0 +1,112 @@
+"""The teacher's answers equal plain forwards of the same weights, and drawing equals diffusers' own pipeline."""
+
+import pytest
+import torch
+from diffusers import WanPipeline, WanTransformer3DModel
+
+from distiller import draws
+from distiller.config import Teacher
+from distiller.teachers import PLACEMENTS, Request
+from distiller.wan.drawing import draw, guided_predictor, load_scheduler
+from distiller.wan.network import WanNetwork
+from distiller.wan.pipeline import find_pipeline
+from distiller.wan.text import embed, load_text_encoder
+
+CPU = torch.device("cpu")
+
+
+def teacher_of(path, dtype=torch.float32):
+    files = find_pipeline(Teacher(path=str(path)))
+    network = WanNetwork(files, 512)
+    return files, network, PLACEMENTS["replicated"](network, dtype, CPU)
+
+
+def inputs_for(count: int) -> dict[str, torch.Tensor]:
+    noise = torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in range(count)])
+    text = torch.stack([draws.noise(1, 0, i, (5, 16)) for i in range(count)])
+    text[:, 4] = 0
+    text[0, 2:] = 0
+    timesteps = torch.tensor([100.0, 900.0, 599.9, 600.0, 700.0])[:count]
+    return {"latents": noise, "timesteps": timesteps, "text": text, "negative_text": text.flip(0)}
+
+
+def padded(text: torch.Tensor) -> torch.Tensor:
+    return torch.cat([text, text.new_zeros(len(text), 512 - text.shape[1], text.shape[2])], 1)
+
+
+def test_predictions_equal_a_plain_forward_of_the_padded_text(pipelines):
+    _, network, teacher = teacher_of(pipelines[1])
+    inputs = inputs_for(5)
+    wanted = ("prediction", "unconditional", "features/0", "features/2")
+    outputs = teacher.predict([Request(tuple(range(5)), inputs, wanted)])[0]
+    plain = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
+    with torch.no_grad():
+        for name, text in (("prediction", inputs["text"]), ("unconditional", inputs["negative_text"])):
+            expected = plain(inputs["latents"], inputs["timesteps"], padded(text), return_dict=False)[0]
+            torch.testing.assert_close(outputs[name], expected, rtol=1e-5, atol=1e-5)
+    assert outputs["features/0"].shape == (5, 4, 24)
+    assert not torch.equal(outputs["features/0"], outputs["features/2"])
+    assert not any(output.requires_grad or output.is_inference() for output in outputs.values())
+    assert network.num_parameters() == sum(p.numel() for p in plain.parameters())
+
+
+def test_each_sample_gets_the_expert_of_its_own_timestep(pipelines):
+    _, network, teacher = teacher_of(pipelines[2])
+    inputs = inputs_for(5)
+    modules = network.route(inputs["timesteps"].tolist())
+    assert modules == (1, 0, 1, 0, 0)
+    mixed = teacher.predict([Request(tuple(range(5)), inputs, ("prediction",), modules)])[0]["prediction"]
+    for row, module in enumerate(modules):
+        subfolder = network.module_names[module]
+        plain = WanTransformer3DModel.from_pretrained(pipelines[2], subfolder=subfolder)
+        one = {name: value[row : row + 1] for name, value in inputs.items()}
+        with torch.no_grad():
+            expected = plain(one["latents"], one["timesteps"], padded(one["text"]), return_dict=False)[0]
+        torch.testing.assert_close(mixed[row : row + 1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_16_bit_teachers_keep_their_float32_islands(pipelines):
+    _, _, teacher = teacher_of(pipelines[1], torch.bfloat16)
+    module = teacher._modules["transformer"]
+    assert module.blocks[0].attn1.to_q.weight.dtype is torch.bfloat16
+    assert module.scale_shift_table.dtype is torch.float32
+    outputs = teacher.predict([Request((0, 1), inputs_for(2), ("prediction",))])[0]
+    assert outputs["prediction"].dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "scales"), [(1, (1.0, 1.0)), (1, (4.0, 4.0)), (2, (1.0, 1.0)), (2, (4.0, 2.5))]
+)
+def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
+    files, network, teacher = teacher_of(pipelines[num_experts])
+    prompts = ["a red cat sits", "a bird"]
+    encoder = load_text_encoder(files, torch.float32, CPU)
+    noise = torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in range(2)])
+    predict = guided_predictor(
+        teacher, network, (0, 1), embed(encoder, prompts, 512), embed(encoder, [""], 512), scales
+    )
+    ours = draw(predict, load_scheduler(files), noise, 5, keep_points=True)
+    pipeline = WanPipeline.from_pretrained(pipelines[num_experts])
+    pipeline.set_progress_bar_config(disable=True)
+    theirs = pipeline(
+        prompts,
+        height=32,
+        width=32,
+        num_frames=1,
+        num_inference_steps=5,
+        guidance_scale=scales[0],
+        guidance_scale_2=scales[1] if num_experts == 2 else None,
+        latents=noise,
+        output_type="latent",
+    ).frames
+    torch.testing.assert_close(ours.latents, theirs, rtol=1e-4, atol=1e-5)
+    assert len(ours.points) == len(ours.predictions) == 5
+
+
+def test_a_closed_teacher_holds_nothing(pipelines):
+    _, _, teacher = teacher_of(pipelines[2])
+    memory = teacher.memory()
+    assert set(memory.by_module) == {"transformer", "transformer_2"}
+    assert memory.host_bytes == sum(memory.by_module.values()) > 0
+    teacher.close()
+    assert teacher.memory().host_bytes == 0
