@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from accelerate import Accelerator
+from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
@@ -19,8 +20,10 @@ from distiller.config import Recipe, dump
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
-from distiller.launch import open_world
+from distiller.launch import open_world, resolve_accumulation
 from distiller.optim import build_optimizer
+from distiller.plain_yaml import parse_yaml
+from distiller.process import world_size
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
@@ -46,12 +49,23 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
     return TASKS[recipe.task.kind](recipe)
 
 
+def check_run(recipe: Recipe, num_processes: int) -> Task[Any, Any]:
+    """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
+    task = build_task(recipe)
+    plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
+    available = [str(tracker) for tracker in get_available_trackers()]
+    for tracker in recipe.tracking.trackers:
+        if tracker not in available:
+            raise UserError(f"tracking.trackers names {tracker}, which is not installed; pip install {tracker}")
+    return task
+
+
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
-    task = build_task(recipe)
+    task = check_run(recipe, world_size())
     world = open_world(recipe)
     accelerator = world.accelerator
-    plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator)
+    plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     done = _claim_output_dir(recipe, accelerator, resume)
     if done == last_step:
@@ -113,9 +127,9 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     )
 
 
-def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, accelerator: Accelerator) -> UpdatePlan:
+def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_processes: int) -> UpdatePlan:
     """How samples are split over updates and ranks; UserError when one update is larger than the data."""
-    plan = UpdatePlan(num_samples, recipe.train.batch_size, accumulation_steps, accelerator.num_processes, recipe.seed)
+    plan = UpdatePlan(num_samples, recipe.train.batch_size, accumulation_steps, num_processes, recipe.seed)
     if not plan.updates_per_epoch:
         raise UserError(
             f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
@@ -129,17 +143,17 @@ def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool) ->
 
     def claim() -> int:
         folder = Path(recipe.output_dir)
-        if folder.exists() and not folder.is_dir():
-            raise UserError(f"output_dir: {folder} is a file")
+        if os.path.isfile(folder):
+            raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
         held = folder / RECIPE_FILE
         done = 0
-        if held.is_file():
+        if os.path.isfile(held):
             if not resume:
                 raise UserError(
                     f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
                     "with output_dir=..."
                 )
-            _check_same_recipe(yaml.safe_load(held.read_text(encoding="utf-8")), recipe)
+            _check_same_recipe(_held_recipe(held), recipe)
             done = latest_step(folder)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -163,6 +177,16 @@ def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
     if result[1] is not None:
         raise UserError(result[1])
     return result[0]
+
+
+def _held_recipe(file: Path) -> dict[str, Any]:
+    try:
+        held = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume: {file} is damaged ({error}); choose another output_dir") from error
+    if not isinstance(held, dict):
+        raise UserError(f"--resume: {file} is not a recipe; choose another output_dir")
+    return held
 
 
 def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:

@@ -39,7 +39,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parses; overrides may stand before and after options, which argparse alone does not allow."""
     options, rest = _parser().parse_known_args(arguments)
     for word in rest:
-        if word.startswith("-") or "=" not in word or not hasattr(options, "overrides"):
+        if word.startswith("-") or not hasattr(options, "overrides"):
             raise UserError(f"unknown argument '{word}'; see distiller --help")
         options.overrides.append(word)
     return options
@@ -67,7 +67,11 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
     train.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="recipe keys to set, for example optim.lr=1e-4"
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="recipe keys to set, for example optim.lr=1e-4",
     )
     train.add_argument("--resume", action="store_true", help="continue output_dir from its latest complete checkpoint")
     train.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
@@ -78,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
     evaluate.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
     evaluate.add_argument(
-        "overrides", nargs="*", metavar="key.sub=value", help="for example evaluation.num_samples=1000"
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="for example evaluation.num_samples=1000"
     )
     evaluate.set_defaults(run=_evaluate)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import time
 from pathlib import Path
@@ -10,12 +11,12 @@ from typing import Any
 
 import torch
 
-from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task
+from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task, check_run
 from distiller.config import Recipe, load
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
 from distiller.errors import QualityGateError, UserError
-from distiller.launch import check_request, read_launch_file, resolve_accumulation
+from distiller.launch import check_precision, check_request, read_launch_file, resolve_accumulation
 from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.tracking import GIB
 from distiller.trainer import Run
@@ -47,13 +48,14 @@ def train(recipe: Recipe, resume: bool) -> None:
 def dry_run(recipe: Recipe) -> None:
     """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
     die_with_launcher()
+    task = check_run(recipe, world_size())
     folder = Path(f"{recipe.output_dir}.dry-run")
     if is_main_process():
         shutil.rmtree(folder, ignore_errors=True)
     run = build(_shortened(recipe, folder))
     assert isinstance(run, Run)
     metrics = run_loop(run)
-    whole = UpdatePlan(build_task(recipe).num_samples, *run.plan.split)
+    whole = UpdatePlan(task.num_samples, *run.plan.split)
     steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
     stages_h = run.stages_s / 3600 * whole.num_samples / run.plan.num_samples
@@ -85,9 +87,13 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
 
 def check(recipe: Recipe, launch_file: str | None) -> None:
     """Validates recipe, files and launch file without a launcher and without reading weights."""
-    task = build_task(recipe)
+    num_processes = 1
     if launch_file is not None:
-        check_request(read_launch_file(Path(launch_file)))
+        request = read_launch_file(Path(launch_file))
+        check_request(request)
+        check_precision(recipe.train.mixed_precision, request.mixed_precision)
+        num_processes = request.num_processes
+    task = check_run(recipe, num_processes)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
@@ -118,7 +124,7 @@ def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) ->
 
 
 def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
-    if not (run_dir / RECIPE_FILE).is_file():
+    if not os.path.isfile(run_dir / RECIPE_FILE):
         raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
     return load(str(run_dir / RECIPE_FILE), overrides)
 

@@ -10,18 +10,21 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from distiller.errors import UserError
+from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 
-Positive = Annotated[int, Field(gt=0)]
-NonNegative = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
-Weight = Annotated[float, Field(ge=0)]
+Switch = Annotated[bool, Field(strict=True)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Float = Annotated[float, Field(strict=True)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Weight = Annotated[Float, Field(ge=0)]
+Location = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 PLACEMENTS = ("replicated",)
 
@@ -66,7 +69,7 @@ class Timesteps(Section):
     """How the noise level sigma in (0, 1) of each sample is drawn; the timestep is sigma x 1000."""
 
     sampling: Literal["uniform", "logit_normal"] = "uniform"
-    logit_mean: float = 0.0
+    logit_mean: Float = 0.0
     logit_std: PositiveFloat = 1.0
     shift: PositiveFloat | Literal["auto"] = Field(
         "auto", description="sigma' = shift * sigma / (1 + (shift - 1) * sigma); auto = the teacher's scheduler's"
@@ -95,7 +98,7 @@ class DiffusionTask(Section):
     timesteps: Timesteps = Timesteps()
     guidance: Guidance = Guidance()
     losses: Losses = Losses()
-    condition_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
+    condition_dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
     max_sequence_length: Positive = Field(512, description="text tokens that the pipeline pads to")
 
 
@@ -110,7 +113,7 @@ class Sampling(Section):
 class Rollout(Section):
     """The stage in which the teacher draws its own samples from the prompts."""
 
-    enabled: bool = Field(True, description="False: x_t is pure noise at every t, as the older trainer did")
+    enabled: Switch = Field(True, description="False: x_t is pure noise at every t, as the older trainer did")
     samples_per_prompt: Positive = 1
     batch_size: Positive = Field(64, description="samples a forward pass; part of the key")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the stored latents")
@@ -119,20 +122,20 @@ class Rollout(Section):
 class Teacher(Section):
     """The frozen network and where it lives."""
 
-    path: str = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
-    revision: str | None = Field(None, description="of a hub id: branch, tag or commit")
-    subfolder: str | None = Field(None, description="where in the folder or repository the pipeline lies")
+    path: Location = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
+    revision: Location | None = Field(None, description="of a hub id: branch, tag or commit")
+    subfolder: Location | None = Field(None, description="where in the folder or repository the pipeline lies")
     placement: Literal["replicated"] = "replicated"
     dtype: DType = Field("auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
     quantization: Literal["none"] = "none"
-    prefetch_steps: Annotated[int, Field(ge=0, le=0)] = 0
+    prefetch_steps: Annotated[NonNegative, Field(le=0)] = 0
 
 
 class Student(Section):
     """The trained network: exactly one of config, path, or the teacher's own blocks (num_layers and so on)."""
 
-    config: str | None = Field(None, description="the library's own config.json")
-    path: str | None = Field(None, description="a saved model folder, or a pipeline folder with transformer/")
+    config: Location | None = Field(None, description="the library's own config.json")
+    path: Location | None = Field(None, description="a saved model folder, or a pipeline folder with transformer/")
     num_layers: Positive | None = Field(None, description="evenly spaced blocks of the teacher")
     num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
     ffn_dim: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
@@ -158,7 +161,7 @@ class Data(Section):
 
     kind: Literal["prompts", "images", "latents"] = "prompts"
     max_samples: Positive | None = Field(None, description="only the first so many prompts, images or latents")
-    path: str = Field(
+    path: Location = Field(
         description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents"
     )
 
@@ -174,15 +177,15 @@ class Train(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto = bf16 on a GPU that has it"
     )
-    gradient_checkpointing: bool = Field(False, description="of the student only")
-    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
+    gradient_checkpointing: Switch = Field(False, description="of the student only")
+    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
     log_every: Positive = Field(10, description="updates")
     num_workers: NonNegative = Field(0, description="loader processes a rank")
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Train:
         if self.max_steps is None and self.num_epochs is None:
-            raise ValueError("give train.max_steps or train.num_epochs")
+            raise ValueError("the run has no end; give train.max_steps or train.num_epochs")
         return self
 
 
@@ -190,13 +193,13 @@ class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
     lr: PositiveFloat = 1e-4
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
+    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
     weight_decay: Weight = 0.0
     max_grad_norm: PositiveFloat | None = Field(None, description="clip at this true global norm; None = no clipping")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: NonNegative = Field(0, description="updates")
-    fused: bool = Field(True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
+    fused: Switch = Field(True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
 
 
 class Checkpoint(Section):
@@ -213,7 +216,7 @@ class Evaluation(Section):
     num_samples: Positive = Field(100, description="drawings of each of teacher and student")
     batch_size: Positive = 50
     sample_prompts: tuple[str, ...] = Field((), description="for samples.png; empty = the first eight of the data")
-    min_recognised: Annotated[float, Field(ge=0, le=1)] | None = Field(
+    min_recognised: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         None, description="quality gate: exit 3 below it"
     )
 
@@ -230,9 +233,9 @@ class Tracking(Section):
 class Recipe(Section):
     """A whole run, but for processes and the student's sharding, which are the launch file's."""
 
-    output_dir: str = Field("outputs/run", description="relative to the working directory")
-    cache_dir: str | None = Field(None, description="of encoded prompts and rollouts; None = output_dir/stages")
-    seed: NonNegative = 0
+    output_dir: Location = Field("outputs/run", description="relative to the working directory")
+    cache_dir: Location | None = Field(None, description="of encoded prompts and rollouts; None = output_dir/stages")
+    seed: Annotated[NonNegative, Field(lt=2**63)] = 0
     task: DiffusionTask = DiffusionTask()
     sampling: Sampling = Sampling()
     rollout: Rollout = Rollout()
@@ -254,14 +257,23 @@ class Recipe(Section):
     def _no_contradictions(self) -> Recipe:
         losses, guidance = self.task.losses, self.task.guidance
         if losses.prediction.weight == losses.features.weight == losses.true_data.weight == 0:
-            raise ValueError("task.losses: every weight is 0, nothing would be learnt")
+            raise ValueError("task.losses: every weight is 0, nothing would be learnt; set one above 0")
         if len(losses.features.student_blocks) != len(losses.features.teacher_blocks):
-            raise ValueError("task.losses.features: student_blocks and teacher_blocks differ in length")
+            raise ValueError(
+                f"task.losses.features: given {len(losses.features.student_blocks)} student_blocks and "
+                f"{len(losses.features.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
+            )
         if losses.features.weight and not losses.features.student_blocks:
-            raise ValueError("task.losses.features.weight is above 0 but student_blocks is empty")
+            raise ValueError(
+                f"task.losses.features.weight is {losses.features.weight:g} and student_blocks is empty; name the "
+                "blocks to match, or set the weight to 0"
+            )
         if self.task.targets == "stored":
             if self.data.kind != "prompts" or not self.rollout.enabled:
-                raise ValueError("task.targets=stored needs data.kind=prompts and rollout.enabled=true")
+                raise ValueError(
+                    "task.targets=stored needs data.kind=prompts and rollout.enabled=true, given "
+                    f"data.kind={self.data.kind} and rollout.enabled={str(self.rollout.enabled).lower()}"
+                )
             if losses.features.weight:
                 raise ValueError("task.targets=stored keeps no features; set task.losses.features.weight=0")
             if guidance.scale is not None:
@@ -274,18 +286,29 @@ class Recipe(Section):
             if self.task.condition_dropout:
                 raise ValueError("task.targets=stored cannot drop conditions: its predictions were made with them")
         if losses.true_data.weight and self.data.kind == "prompts":
-            raise ValueError("task.losses.true_data needs data.kind=images or latents, given prompts")
+            raise ValueError(
+                "task.losses.true_data needs data.kind=images or latents, given prompts; set its weight to 0"
+            )
         if guidance.scale_2 is not None and not isinstance(guidance.scale, float):
-            raise ValueError("task.guidance.scale_2 needs one chosen task.guidance.scale")
+            raise ValueError(
+                f"task.guidance.scale_2 is {guidance.scale_2:g} and needs task.guidance.scale to be one number, given "
+                f"{_shown(guidance.scale)}"
+            )
         if isinstance(guidance.scale, tuple) and guidance.scale[0] > guidance.scale[1]:
-            raise ValueError("task.guidance.scale: the range's low end lies above its high end")
+            low, high = guidance.scale
+            raise ValueError(f"task.guidance.scale: the range's low end {low:g} lies above its high end {high:g}")
         train = self.train
         if train.gradient_accumulation_steps and train.samples_per_update:
-            raise ValueError("give train.gradient_accumulation_steps or train.samples_per_update, not both")
+            raise ValueError(
+                f"given train.gradient_accumulation_steps {train.gradient_accumulation_steps} and "
+                f"train.samples_per_update {train.samples_per_update}; give one, the other follows from it"
+            )
         if train.max_steps is not None and self.optim.warmup_steps > train.max_steps:
-            raise ValueError("optim.warmup_steps is above train.max_steps")
+            raise ValueError(
+                f"optim.warmup_steps {self.optim.warmup_steps} is above train.max_steps {train.max_steps}; lower it"
+            )
         if self.evaluation.min_recognised is not None and self.evaluation.judge == "none":
-            raise ValueError("evaluation.min_recognised needs evaluation.judge")
+            raise ValueError("evaluation.min_recognised needs a judge; set evaluation.judge=digits, or remove it")
         return self
 
 
@@ -301,13 +324,15 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
     """
     path = find_recipe(recipe)
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8-sig"))
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{recipe}: cannot be read as a UTF-8 text file ({error})") from error
-    except yaml.YAMLError as error:
-        raise UserError(f"{recipe}: is not valid YAML ({' '.join(str(error).split())})") from error
+        raise UserError(f"{recipe}: cannot be read as a UTF-8 text file ({error}); save it as UTF-8") from error
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{recipe}: is not valid YAML ({error})") from error
     if not isinstance(data, dict):
-        raise UserError(f"{recipe}: a recipe is a mapping of keys, found {type(data).__name__}")
+        raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {_shown(data)}")
     for override in overrides:
         _apply(data, override)
     return parse(data, recipe)
@@ -324,7 +349,7 @@ def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every default written out, in the order of this file."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return dump_yaml(recipe.model_dump(mode="json"))
 
 
 def _apply(data: dict[str, Any], override: str) -> None:
@@ -333,16 +358,16 @@ def _apply(data: dict[str, Any], override: str) -> None:
     if not separator or not all(parts):
         raise UserError(f"'{override}': an override has the form key.sub=value, for example optim.lr=1e-4")
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"'{override}': the value is not valid YAML") from error
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{_shown(override)}: the value is not valid YAML ({error})") from error
     node = data
-    for part in parts[:-1]:
+    for depth, part in enumerate(parts[:-1], start=1):
         child = node.get(part)
         if child is None:
             child = node[part] = {}
         if not isinstance(child, dict):
-            raise UserError(f"'{override}': {part} holds a single value and has no keys below it")
+            raise UserError(f"'{override}': {'.'.join(parts[:depth])} is {_shown(child)} and has no keys below it")
         node = child
     node[parts[-1]] = value
 
@@ -353,23 +378,16 @@ def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix
             raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(model, str(key), prefix)}")
         section = _section_of(model, key)
         if section is None:
-            if isinstance(value, bool) and bool not in _scalar_types(model, key):
-                raise UserError(f"{origin}: {prefix}{key}: given {str(value).lower()}, which is not a number or name")
-        elif isinstance(value, Mapping):
-            _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
-        else:
+            continue
+        if not isinstance(value, Mapping):
             names = ", ".join(section.model_fields)
-            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {value!r}")
+            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {_shown(value)}")
+        _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     annotation = model.model_fields[key].annotation
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _scalar_types(model: type[BaseModel], key: str) -> tuple[Any, ...]:
-    annotation = model.model_fields[key].annotation
-    return (annotation, *get_args(annotation))
 
 
 def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
@@ -378,7 +396,7 @@ def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
         return f"did you mean '{prefix}{here[0]}'?"
     elsewhere = [path for path in _all_keys(Recipe) if path.rsplit(".", 1)[-1] == key]
     if elsewhere:
-        return f"did you mean '{elsewhere[0]}'?"
+        return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
     return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
 
 
@@ -391,16 +409,48 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def _first_problem(error: ValidationError) -> str:
-    problem = error.errors(include_url=False)[0]
-    place = ".".join(str(part) for part in problem["loc"] if not _is_union_tag(part))
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "missing":
-        return f"the key '{place}' is missing"
-    if problem["type"] == "value_error":
-        return message
-    return f"{place}: given {problem['input']!r}. {message}"
+    """One line for the first wrong key: what stands there, and every form that it may have."""
+    problems = error.errors(include_url=False)
+    place = _place(problems[0])
+    # The members of a union fail one by one; those that came furthest say best what is wrong.
+    same = [problem for problem in problems if _place(problem)[: len(place)] == place]
+    deepest = max(len(problem["loc"]) for problem in same)
+    same = [problem for problem in same if len(problem["loc"]) == deepest]
+    place, first = _place(same[0]), same[0]
+    if first["type"] == "missing" and isinstance(place[-1], str):
+        return f"the key '{_dotted(place)}' is missing; add it"
+    if first["type"] == "missing":
+        return f"{_dotted(place[:-1])}: given {_shown(first['input'])}, which has too few items"
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    rules = dict.fromkeys(_RULES.get(problem["type"], problem["msg"]) for problem in same)
+    return f"{_dotted(place)}: given {_shown(first['input'])}. {', or '.join(rules)}"
 
 
-def _is_union_tag(part: str | int) -> bool:
-    """Pydantic puts the tried member of a union into the location; users know no such key."""
-    return (isinstance(part, str) and not part.isidentifier()) or part in ("float", "int", "str", "tuple")
+_RULES = {
+    "bool_type": "Input should be true or false",
+    "float_type": "Input should be a number",
+    "int_type": "Input should be a whole number",
+    "string_type": "Input should be text (put it in quotes)",
+    "string_pattern_mismatch": "Input should have no NUL character",
+    "tuple_type": "Input should be a list",
+}
+
+
+def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Where the problem lies, without the names of union members that pydantic puts there; users know no such key."""
+    return tuple(
+        part
+        for part in problem["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in ("float", "int", "str", "tuple"))
+    )
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in place)
+
+
+def _shown(value: Any) -> str:
+    """A value as it stands in a recipe, cut to a readable length."""
+    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -6,14 +6,16 @@ under torchrun on a CPU machine), so the request is read again from the launcher
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.config.config_args import ClusterConfig, default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 from accelerate.utils import (
     DeepSpeedPlugin,
@@ -70,25 +72,50 @@ def requested_launch() -> LaunchRequest | None:
 
 def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequest:
     """Reads an Accelerate configuration file; `num_processes` of the command line wins over its own."""
+    if not os.path.isfile(file):
+        raise UserError(f"{file}: no such accelerate config file; `distiller configs` lists the packaged ones")
     try:
         config = load_config_from_file(str(file))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: is not a readable accelerate config file ({error})") from error
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{file}: is no accelerate config file ({error}); `accelerate config` writes one") from error
+    if not isinstance(config, ClusterConfig):
+        raise UserError(f"{file}: compute_environment SageMaker is not supported; use LOCAL_MACHINE")
+    if not isinstance(config.num_processes, int):
+        raise UserError(f"{file}: num_processes is {config.num_processes!r}; give a whole number")
+    deepspeed_json = (config.deepspeed_config or {}).get("deepspeed_config_file")
+    if deepspeed_json is not None:
+        _check_deepspeed_json(file, Path(deepspeed_json))
     kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+    # Without num_processes (-1), Accelerate starts one for each device.
+    count = num_processes or config.num_processes
     return LaunchRequest(
         origin=file.name,
-        num_processes=num_processes or config.num_processes or 1,
+        num_processes=count if count > 0 else world_size(),
         distributed_type=kind.removeprefix("DistributedType."),
         use_cpu=bool(config.use_cpu),
         mixed_precision=config.mixed_precision or "no",
     )
 
 
+def _check_deepspeed_json(launch_file: Path, file: Path) -> None:
+    if not os.path.isfile(file):
+        raise UserError(
+            f"{launch_file}: deepspeed_config_file {file} does not exist (it is relative to the working directory); "
+            "`distiller configs FOLDER` writes launch files with paths that work everywhere"
+        )
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{launch_file}: deepspeed_config_file {file} is not readable JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{launch_file}: deepspeed_config_file {file} is not a JSON object")
+
+
 def check_request(request: LaunchRequest) -> None:
     """Refuses (UserError) what Accelerate would ignore silently or what distiller does not run."""
     kind = request.distributed_type
-    if kind in ("MEGATRON_LM", "XLA", "TPU"):
-        raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use DDP or DeepSpeed")
+    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
+        raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU or DEEPSPEED")
     if kind == "FSDP":
         raise UserError(f"{request.origin}: distributed_type FSDP is not supported by this version; use ddp or zero3")
     if kind == "DEEPSPEED" and request.use_cpu:
@@ -155,12 +182,7 @@ def open_world(recipe: Recipe) -> World:
 def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, notices: list[str]) -> str:
     """`auto` becomes the launch file's precision if it names one, else bf16 on a GPU that has it, else `no`."""
     asked = request.mixed_precision if request is not None else "no"
-    if asked not in PRECISIONS:
-        raise UserError(f"mixed_precision {asked} of the launch file is not supported; choose no, bf16 or fp16")
-    if asked != "no" and wanted not in ("auto", asked):
-        raise UserError(
-            f"train.mixed_precision is {wanted} and the launch file says {asked}; remove it from one of the two"
-        )
+    check_precision(wanted, asked)
     has_bf16 = not on_cpu and has_bfloat16(torch.device("cuda"))
     precision = asked if wanted == "auto" and asked != "no" else wanted
     if precision == "auto":
@@ -172,6 +194,16 @@ def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, 
     if precision == "fp16" and on_cpu:
         raise UserError("train.mixed_precision is fp16, which needs a GPU; choose bf16 or no")
     return precision
+
+
+def check_precision(wanted: str, asked: str) -> None:
+    """Refuses (UserError) a recipe's precision `wanted` that contradicts the one `asked` for by the launch file."""
+    if asked not in PRECISIONS:
+        raise UserError(f"mixed_precision {asked} of the launch file is not supported; choose no, bf16 or fp16")
+    if asked != "no" and wanted not in ("auto", asked):
+        raise UserError(
+            f"train.mixed_precision is {wanted} and the launch file says {asked}; remove it from one of the two"
+        )
 
 
 def resolve_accumulation(recipe: Recipe, world_size: int) -> int:

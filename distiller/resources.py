@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import shutil
 from pathlib import Path
 
@@ -28,24 +29,24 @@ def find_recipe(recipe: str) -> Path:
     """The file of a packaged recipe's name or of a path; UserError with the nearest name when there is none."""
     path = Path(recipe)
     if path.suffix in (".yaml", ".yml"):
-        if path.is_file():
+        if os.path.isfile(path):
             return path
-        raise UserError(f"{recipe}: no such recipe file")
-    packaged = RECIPES_DIR / f"{recipe}.yaml"
-    if packaged.is_file():
-        return packaged
+        raise UserError(f"{recipe}: no such recipe file; `distiller recipes` lists the packaged ones")
+    if recipe in recipe_names():
+        return RECIPES_DIR / f"{recipe}.yaml"
     near = difflib.get_close_matches(recipe, recipe_names(), n=1)
     hint = f"did you mean '{near[0]}'?" if near else f"packaged recipes: {', '.join(recipe_names())}"
-    raise UserError(f"{recipe}: is neither a packaged recipe nor a path that ends in .yaml; {hint}")
+    raise UserError(f"'{recipe}' is neither a packaged recipe nor a path that ends in .yaml; {hint}")
 
 
 def local_path(name: str) -> Path:
     """Turns `asset:NAME` into the packaged file or folder, and leaves every other path alone."""
     if not name.startswith(ASSET_PREFIX):
-        return Path(name).expanduser()
-    path = ASSETS_DIR / name.removeprefix(ASSET_PREFIX)
-    if not path.exists():
-        raise UserError(f"{name}: no such packaged asset")
+        return Path(os.path.expanduser(name))
+    path = (ASSETS_DIR / name.removeprefix(ASSET_PREFIX)).resolve()
+    if ASSETS_DIR not in path.parents or not os.path.exists(path):
+        packaged = ", ".join(sorted(path.name for path in ASSETS_DIR.glob("*")))
+        raise UserError(f"{name}: no such packaged asset; there are: {packaged}")
     return path
 
 
@@ -65,12 +66,15 @@ def copy_launch_files(folder: Path) -> list[Path]:
     source, written = launch_files_dir(), []
     files = [file for part in ("accelerate_configs", "ds_configs") for file in sorted((source / part).iterdir())]
     targets = [folder / file.parent.name / file.name for file in files if file.suffix in (".yaml", ".json")]
-    taken = [target for target in targets if target.exists()]
+    taken = [target for target in targets if os.path.lexists(target)]
     if taken:
         raise UserError(f"{taken[0]} already exists; give another folder")
     for file, target in zip(files, targets, strict=True):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(file, target)
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(file, target)
+        except OSError as error:
+            raise UserError(f"{target} cannot be written ({error.strerror}); give another folder") from error
         if target.suffix == ".yaml":
             text = target.read_text(encoding="utf-8")
             absolute = f"deepspeed_config_file: {folder.resolve()}/ds_configs/"

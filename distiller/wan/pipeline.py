@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+from diffusers import WanTransformer3DModel
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
@@ -17,6 +21,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from safetensors import SafetensorError, safe_open
 
 from distiller.config import Teacher
 from distiller.errors import UserError
@@ -25,6 +30,10 @@ from distiller.stages import digest_files
 
 TRANSFORMERS = ("transformer", "transformer_2")
 ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")
+WHOLE_NUMBERS = (
+    *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),
+    *("num_layers", "rope_max_seq_len"),
+)
 
 
 @dataclass(frozen=True)
@@ -84,40 +93,93 @@ class WanFiles:
 def find_pipeline(teacher: Teacher) -> WanFiles:
     """Finds and checks the teacher's pipeline, reading JSON files only. Raises UserError in one line."""
     path, repository = local_path(teacher.path), None
-    if not path.exists():
+    if not os.path.exists(path):
         if not _looks_like_hub_id(teacher.path):
             raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
         repository = (teacher.path, teacher.revision, teacher.subfolder)
         path = _download(teacher.path, teacher.revision, ["*.json"])
     elif not path.is_dir():
         raise UserError(f"teacher.path: {teacher.path} is a file; give the folder that holds model_index.json")
+    elif teacher.revision is not None:
+        raise UserError(f"teacher.revision is {teacher.revision} and teacher.path {teacher.path} a folder; remove it")
+    given = f"{teacher.path} (subfolder {teacher.subfolder})" if teacher.subfolder else teacher.path
     root = path / teacher.subfolder if teacher.subfolder else path
-    index = _read_index(root, teacher.path)
+    index = _read_index(root, given)
     configs = {}
     for name in TRANSFORMERS:
-        if (index.get(name) or [None, None])[1] is not None:
-            configs[name] = _read_json(root / name / "config.json", teacher.path)
+        if index.get(name) not in (None, [None, None]):
+            configs[name] = transformer_defaults() | _read_json(root / name / "config.json", given)
+            check_transformer_config(configs[name], f"teacher.path: {given}: {name}/config.json")
     if "transformer" not in configs:
-        raise UserError(f"teacher.path: {teacher.path} has no transformer (model_index.json names none)")
-    if configs["transformer"].get("image_dim") or configs["transformer"].get("added_kv_proj_dim"):
-        raise UserError(f"teacher.path: {teacher.path} is an image-to-video model; give a text-to-image/video one")
+        raise UserError(f"teacher.path: {given} has no transformer (model_index.json names none)")
     boundary = index.get("boundary_ratio")
     if ("transformer_2" in configs) != (boundary is not None):
-        raise UserError(f"teacher.path: {teacher.path} needs both transformer_2 and boundary_ratio, or neither")
-    return WanFiles(
+        raise UserError(
+            f"teacher.path: {given} has {len(configs)} transformer(s) and boundary_ratio {boundary}; model_index.json "
+            "must name both transformer_2 and boundary_ratio, or neither"
+        )
+    if boundary is not None and not (isinstance(boundary, float) and 0 < boundary < 1):
+        raise UserError(f"teacher.path: {given}: boundary_ratio is {boundary!r}; it must lie between 0 and 1")
+    files = WanFiles(
         source=teacher.path,
         root=root,
         repository=repository,
         transformer_configs=configs,
-        vae_config=_read_json(root / "vae" / "config.json", teacher.path),
-        scheduler_config=_read_json(root / "scheduler" / "scheduler_config.json", teacher.path),
+        vae_config=_read_json(root / "vae" / "config.json", given),
+        scheduler_config=_read_json(root / "scheduler" / "scheduler_config.json", given),
         boundary_ratio=boundary,
     )
+    if repository is None:
+        _read_json(root / "tokenizer" / "tokenizer_config.json", given)
+        for name in (*configs, "text_encoder", "vae"):
+            check_weights(root / name, f"teacher.path: {given}")
+    return files
+
+
+def transformer_defaults() -> dict[str, Any]:
+    """What diffusers takes for keys that a transformer's config.json leaves out."""
+    parameters = inspect.signature(WanTransformer3DModel.__init__).parameters
+    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+
+
+def check_transformer_config(config: Mapping[str, Any], origin: str) -> None:
+    """Raises UserError unless this whole config describes a text-to-image/video Wan transformer."""
+    kind = config.get("_class_name", "WanTransformer3DModel")
+    if kind != "WanTransformer3DModel":
+        raise UserError(f"{origin} describes a {kind}; it must be a WanTransformer3DModel")
+    for key in WHOLE_NUMBERS:
+        if type(config[key]) is not int or config[key] < 1:
+            raise UserError(f"{origin}: {key} is {config[key]!r}; it must be a whole number above 0")
+    patch = config["patch_size"]
+    if not isinstance(patch, list | tuple) or len(patch) != 3 or any(type(n) is not int or n < 1 for n in patch):
+        raise UserError(f"{origin}: patch_size is {patch!r}; it must be three whole numbers above 0")
+    if config["image_dim"] or config["added_kv_proj_dim"]:
+        raise UserError(f"{origin} is of an image-to-video model; give a text-to-image/video one")
+
+
+def check_weights(folder: Path, origin: str) -> None:
+    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
+    files = set(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            files |= {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{origin}: {folder.name}/{index.name} is not readable JSON with a weight_map") from error
+    if not files:
+        raise UserError(f"{origin}: {folder.name} holds no weights in safetensors (other formats are not read)")
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{origin}: {folder.name}/{file.name} is not a complete safetensors file ({error}); copy it again"
+            ) from error
 
 
 def _read_index(root: Path, given: str) -> dict[str, Any]:
     if not (root / "model_index.json").is_file():
-        if any(next(root.glob(mark), None) for mark in ORIGINAL_LAYOUT_MARKS):
+        if any(next(root.glob(mark), None) for mark in ORIGINAL_LAYOUT_MARKS) or _is_original_config(root):
             raise UserError(
                 f"teacher.path: {given} is in Wan's original layout; use its diffusers form (on the hub: a name that "
                 "ends in -Diffusers) or convert it with diffusers' scripts/convert_wan_to_diffusers.py"
@@ -131,13 +193,22 @@ def _read_index(root: Path, given: str) -> dict[str, Any]:
     return index
 
 
+def _is_original_config(root: Path) -> bool:
+    """Whether `config.json` is that of Wan's own code, all that a hub's JSON files show of its layout."""
+    file = root / "config.json"
+    return file.is_file() and _read_json(file, os.fspath(root)).get("_class_name") == "WanModel"
+
+
 def _read_json(file: Path, given: str) -> dict[str, Any]:
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"teacher.path: {given} lacks {file.parent.name}/{file.name}") from error
     except (OSError, ValueError) as error:
         raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not readable JSON") from error
+    if not isinstance(content, dict):
+        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not a JSON object")
+    return content
 
 
 def _looks_like_hub_id(name: str) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from distiller.capture import capture_outputs
 from distiller.config import Student
 from distiller.errors import UserError
 from distiller.resources import local_path
-from distiller.wan.pipeline import WanFiles
+from distiller.wan.pipeline import WanFiles, check_transformer_config, check_weights, transformer_defaults
 
 
 def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
@@ -44,10 +45,15 @@ def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
         ours, theirs = config.get(key), teacher.get(key)
         if ours != theirs:
             raise UserError(f"the student's {name} ({key}) are {ours} and the teacher's {theirs}; they must be equal")
-    if list(config["patch_size"]) != list(teacher["patch_size"]) and files.transformer_configs:
+    if list(config["patch_size"]) != list(teacher["patch_size"]):
         frame, height, width = config["patch_size"]
         if frame != 1 or height != width:
-            raise UserError(f"the student's patch_size {config['patch_size']} is not (1, n, n)")
+            raise UserError(f"the student's patch_size {config['patch_size']} is neither the teacher's nor (1, n, n)")
+    try:
+        with init_empty_weights():
+            WanTransformer3DModel.from_config(config)
+    except Exception as error:
+        raise UserError(f"diffusers cannot build a student from this config ({type(error).__name__}: {error})") from error
     return config
 
 
@@ -136,31 +142,28 @@ def _read_config(student: Student) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{key}: {file} does not exist") from error
+        raise UserError(f"{key}: {file} does not exist; give a config.json of WanTransformer3DModel") from error
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {file} is not readable JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{key}: {file} holds {type(config).__name__}, not a model's config")
-    if config.get("_class_name", "WanTransformer3DModel") != "WanTransformer3DModel":
-        raise UserError(f"{key}: {file} describes a {config['_class_name']}; a student here is a WanTransformer3DModel")
-    defaults = _config_defaults()
+    defaults = transformer_defaults()
     unknown = {key for key in config if key not in defaults and not key.startswith("_")}
-    if unknown:
+    if config.get("_class_name", "WanTransformer3DModel") == "WanTransformer3DModel" and unknown:
         raise UserError(
             f"{key}: {file} has keys that WanTransformer3DModel does not know: {', '.join(sorted(unknown))}"
         )
-    return defaults | config
-
-
-def _config_defaults() -> dict[str, Any]:
-    parameters = inspect.signature(WanTransformer3DModel.__init__).parameters
-    return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
+    config = defaults | config
+    check_transformer_config(config, f"{key}: {file}")
+    if student.path is not None:
+        check_weights(file.parent, f"student.path: {student.path}")
+    return config
 
 
 def _model_folder(student: Student) -> Path:
     folder = local_path(student.path or "")
-    if not folder.is_dir():
-        raise UserError(f"student.path: {student.path} is not a folder")
+    if not os.path.isdir(folder):
+        raise UserError(f"student.path: {student.path} is not a folder; give a saved model's or a pipeline's")
     return folder / "transformer" if (folder / "transformer").is_dir() else folder
 
 

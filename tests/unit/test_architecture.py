@@ -9,7 +9,7 @@ PACKAGE = Path(distiller.__file__).parent
 # Lower layers first; a module may import from its own layer and from lower ones.
 LAYERS = [
     ["errors", "__init__"],
-    ["resources", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
+    ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
     ["config", "stages"],
     ["devices", "optim", "data"],
     ["teachers"],

@@ -1,0 +1,92 @@
+"""Two and three gloo ranks: exact global means, shared stages, agreed errors."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from distiller.errors import UserError
+from tests import toys
+from tests.distributed.ranks import on_ranks
+
+
+def train_toy(folder: Path, batch_size: int, accumulation_steps: int) -> np.ndarray:
+    from distiller.trainer import train
+    from tests.toy_task import build_toy_run, toy_recipe
+
+    run = build_toy_run(toy_recipe(folder, batch_size=batch_size), accumulation_steps)
+    train(run)
+    return torch.cat([p.detach().flatten() for p in run.student.parameters()]).numpy()
+
+
+@pytest.mark.parametrize(("world_size", "batch_size", "accumulation_steps"), [(2, 4, 1), (2, 2, 2), (4, 1, 2)])
+def test_the_loss_is_a_global_mean_over_unequal_counts(tmp_path, world_size, batch_size, accumulation_steps):
+    alone = train_toy(tmp_path / "alone", 8, 1)
+    weights = on_ranks(world_size, train_toy, tmp_path / "ranks", batch_size, accumulation_steps)
+    assert all(np.array_equal(other, weights[0]) for other in weights)
+    assert np.linalg.norm(weights[0] - alone) / np.linalg.norm(alone) < 1e-6
+    ours, theirs = (
+        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        for name in ("ranks", "alone")
+    )
+    assert ours == pytest.approx(theirs, rel=1e-5)
+
+
+def roll_out(recipe: dict) -> bool:
+    from distiller.build import build_task
+    from distiller.config import parse
+    from distiller.launch import open_world
+    from distiller.teachers import PLACEMENTS
+
+    parsed = parse(recipe)
+    task, world = build_task(parsed), open_world(parsed)
+    needed = task.stages_need_teacher(world.accelerator, torch.float32)
+    teacher = PLACEMENTS["replicated"](task.network, torch.float32, world.accelerator.device)
+    data = task.run_stages(world.accelerator, teacher)
+    assert len(data) == 27
+    return needed
+
+
+def test_a_rollout_is_bitwise_the_same_for_any_number_of_ranks(tmp_path):
+    """Three shards over two ranks: one rank repeats another's work, since placements may communicate in `predict`."""
+    pipeline = toys.make_pipeline(tmp_path / "pipeline")
+    folders = []
+    for world_size in (1, 2):
+        rollout, cache = {"batch_size": 10}, tmp_path / f"cache-{world_size}"
+        recipe = toys.recipe(tmp_path, pipeline, rollout=rollout, cache_dir=str(cache))
+        assert on_ranks(world_size, roll_out, recipe) == [True] * world_size
+        assert on_ranks(world_size, roll_out, recipe) == [False] * world_size
+        folders.append(next(cache.glob("rollout-*")))
+    assert folders[0].name == folders[1].name
+    files = sorted(path.name for path in folders[0].iterdir())
+    assert files == sorted(path.name for path in folders[1].iterdir())
+    assert len([name for name in files if name.endswith(".safetensors")]) == 3
+    for name in files:
+        if name.endswith(".safetensors"):
+            one, two = load_file(folders[0] / name), load_file(folders[1] / name)
+            assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def disagree() -> str:
+    from accelerate import Accelerator
+
+    from distiller.build import agree
+
+    accelerator = Accelerator(cpu=True)
+
+    def only_rank_0_sees_it() -> None:
+        assert accelerator.is_main_process
+        raise UserError("the folder is taken")
+
+    with pytest.raises(UserError) as error:
+        agree(accelerator, only_rank_0_sees_it)
+    return str(error.value)
+
+
+def test_what_rank_0_refuses_every_rank_refuses():
+    assert on_ranks(2, disagree) == ["the folder is taken"] * 2

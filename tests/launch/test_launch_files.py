@@ -1,0 +1,141 @@
+"""Every launch file through `accelerate launch`: the engine it names, and the same numbers as one process."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import toys
+from tests.launch.launching import CONFIGS, Result, launch
+
+# Measured on CPU: 6e-8 (DDP, ZeRO-2), 3e-7 (ZeRO-3 with DeepSpeedCPUAdam); the promise is 2e-5 and 1e-5.
+ENGINES = {
+    "cpu": ("single", 8),
+    "single_gpu": ("single", 8),
+    "cpu_2proc": ("ddp", 4),
+    "ddp": ("ddp", 4),
+    "zero2": ("deepspeed-zero2", 4),
+    "zero3_offload": ("deepspeed-zero3-offload", 4),
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    pipeline = toys.make_pipeline(folder / "pipeline")
+    options = {"cache_dir": str(folder / "cache"), "train": {"max_steps": 6, "batch_size": 8, "log_every": 1}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(toys.recipe(folder, pipeline, **options)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(toy) -> Path:
+    result = train(toy, CONFIGS / "cpu.yaml", toy / "reference")
+    assert result.code == 0, result.stderr
+    return toy / "reference"
+
+
+def train(toy: Path, config_file: Path, output_dir: Path, *overrides: str) -> Result:
+    return launch(config_file, "train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides)
+
+
+def check(toy: Path, reference: Path, name: str, *overrides: str) -> dict:
+    engine, batch_size = ENGINES[name]
+    output_dir = toy / f"{name}-{len(overrides)}"
+    result = train(toy, CONFIGS / f"{name}.yaml", output_dir, f"train.batch_size={batch_size}", *overrides)
+    assert result.code == 0, result.stderr
+    summary = json.loads((output_dir / "summary.json").read_text())
+    assert summary["engine"] == engine
+    assert summary["world_size"] == 8 // batch_size
+    toys.assert_same_run(output_dir, reference)
+    return summary
+
+
+def test_two_processes_equal_one(toy, reference):
+    check(toy, reference, "cpu_2proc")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["single_gpu", "ddp", "zero2", "zero3_offload"])
+def test_every_engine_equals_one_process(toy, reference, name):
+    check(toy, reference, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu_2proc", "zero2", "zero3_offload"])
+def test_accumulation_equals_one_process_under_every_engine(toy, reference, name):
+    overrides = ["train.batch_size=2", "train.samples_per_update=8", "train.gradient_checkpointing=true"]
+    check(toy, reference, name, *overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu_2proc", "zero2", "zero3_offload"])
+def test_moving_average_and_projections_under_every_engine(toy, name):
+    overrides = [
+        "train.ema_decay=0.9",
+        "task.losses.features.weight=0.1",
+        "task.losses.features.student_blocks=[0]",
+        "task.losses.features.teacher_blocks=[1]",
+    ]
+    single, other = toy / "average-reference", toy / f"average-{name}"
+    if not single.exists():
+        assert train(toy, CONFIGS / "cpu.yaml", single, *overrides).code == 0
+    result = train(toy, CONFIGS / f"{name}.yaml", other, "train.batch_size=4", *overrides)
+    assert result.code == 0, result.stderr
+    toys.assert_same_run(other, single)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cpu_2proc", "zero2", "zero3_offload"])
+def test_resuming_is_bitwise_under_every_engine(toy, name):
+    config, options = CONFIGS / f"{name}.yaml", ["train.batch_size=4"]
+    whole, broken = toy / f"whole-{name}", toy / f"broken-{name}"
+    assert train(toy, config, whole, *options).code == 0
+    assert train(toy, config, broken, *options, "train.max_steps=4").code == 0
+    result = train(toy, config, broken, *options, "--resume")
+    assert result.code == 0, result.stderr
+    toys.assert_same_run(broken, whole, loss_tolerance=0.0, tolerance=0.0)
+
+
+def changed(toy: Path, name: str, **changes) -> Path:
+    config = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text()) | changes
+    file = toy / f"changed-{name}-{len(list(toy.glob('changed-*')))}.yaml"
+    file.write_text(yaml.safe_dump(config))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "words"),
+    [
+        ("cpu_2proc", {"distributed_type": "MULTI_CPU"}, ["asks for 2 processes and 1 run", "MULTI_GPU"]),
+        ("zero2", {"use_cpu": True}, ["use_cpu", "drop DeepSpeed"]),
+    ],
+)
+def test_what_accelerate_would_ignore_is_refused(toy, name, changes, words):
+    output_dir = toy / f"refused-{name}"
+    result = train(toy, changed(toy, name, **changes), output_dir)
+    assert result.code != 0
+    ours = [line for line in result.stderr.splitlines() if line.startswith("distiller: ")]
+    assert len(ours) == 1
+    assert all(word in ours[0] for word in words)
+    assert not output_dir.exists()
+
+
+def test_a_user_error_is_one_line_from_rank_0(toy):
+    result = train(toy, CONFIGS / "cpu_2proc.yaml", toy / "never", "train.batch_size=999")
+    ours = [line for line in result.stderr.splitlines() if line.startswith("distiller: ")]
+    assert len(ours) == 1
+    assert "999" in ours[0]
+    assert not (toy / "never").exists()
+
+
+@pytest.mark.slow
+def test_copied_launch_files_work_from_any_folder(toy, tmp_path, monkeypatch):
+    from distiller.cli import main
+
+    assert main(["configs", str(tmp_path / "mine")]) == 0
+    file = tmp_path / "mine" / "accelerate_configs" / "zero2.yaml"
+    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={tmp_path / 'run'}", "train.max_steps=1"]
+    result = launch(file, *arguments, "train.batch_size=4", cwd=tmp_path)
+    assert result.code == 0, result.stderr

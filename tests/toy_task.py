@@ -1,0 +1,162 @@
+"""A task with unequal token counts: the loop's arithmetic without any real model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from distiller import draws
+from distiller.checkpoint import Checkpoints
+from distiller.config import Recipe, parse
+from distiller.data.order import RankSampler, UpdatePlan
+from distiller.optim import build_optimizer
+from distiller.tasks.base import LossSum, Task
+from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
+from distiller.tracking import Tracker
+from distiller.trainer import Run
+
+DIM = 4
+Batch = list[tuple[int, Tensor]]
+
+
+class Sequences(Dataset[tuple[int, Tensor]]):
+    """Sample i is a sequence of 1 + 3 i mod 7 vectors."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, key: tuple[int, int]) -> tuple[int, Tensor]:
+        _, sample_id = key
+        return sample_id, draws.noise(0, 0, sample_id, (1 + 3 * sample_id % 7, DIM))
+
+
+class LinearTeacher(Teacher):
+    """Answers with a fixed linear map and counts its calls."""
+
+    def __init__(self) -> None:
+        self.weight, self.num_calls = draws.noise(9, 0, 0, (DIM, DIM)), 0
+
+    def predict(self, requests: Any) -> list[Outputs]:
+        self.num_calls += 1
+        return [{"output": request.inputs["tokens"] @ self.weight} for request in requests]
+
+    def memory(self) -> TeacherMemory:
+        return TeacherMemory(host_bytes=self.weight.nbytes)
+
+    def close(self) -> None:
+        del self.weight
+
+
+class TokenTask(Task[Batch, Any]):
+    """Mean squared error per token, averaged over all tokens of the update."""
+
+    num_samples = 16
+    needs_live_teacher = True
+
+    def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        return False
+
+    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
+        return Sequences()
+
+    def build_student(self) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return nn.Linear(DIM, DIM)
+
+    def student_parameters(self, trained: nn.Module) -> int:
+        return sum(parameter.numel() for parameter in trained.parameters())
+
+    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+        raise AssertionError
+
+    def collate(self, samples: Any) -> Batch:
+        return list(samples)
+
+    def to_device(self, batch: Batch, device: torch.device) -> Batch:
+        return batch
+
+    def request(self, batch: Batch) -> Request:
+        return Request(tuple(i for i, _ in batch), {"tokens": _tokens(batch)}, ("output",))
+
+    def count(self, batch: Batch) -> int:
+        return len(_tokens(batch))
+
+    def tokens(self, batch: Batch) -> int:
+        return self.count(batch)
+
+    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"input": _tokens(batch)}
+
+    def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:
+        assert teacher_outputs is not None
+        total = (student_outputs - teacher_outputs["output"]).square().mean(1).sum()
+        return LossSum(total, {"token": total.detach()})
+
+    def export(self, state: Any, folder: Path) -> None:
+        raise AssertionError
+
+    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
+        raise AssertionError
+
+    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        raise AssertionError
+
+    def sample(self, run_dir: Path, prompts: Any, seed: int, device: torch.device, output: Path) -> None:
+        raise AssertionError
+
+
+def toy_recipe(folder: Path, **train: Any) -> Recipe:
+    """A recipe whose teacher and student sections are not read."""
+    sections = {"teacher": {"path": "-"}, "student": {"config": "-"}, "data": {"path": "-"}}
+    optim = {"lr": 0.05, "max_grad_norm": 0.5, "weight_decay": 0.01, "schedule": "linear"}
+    train = {"max_steps": 8, "log_every": 1} | train
+    return parse({"output_dir": str(folder), "optim": optim, "train": train, **sections})
+
+
+def build_toy_run(recipe: Recipe, accumulation_steps: int = 1) -> Run:
+    """A run over TokenTask with whatever world there is."""
+    Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
+    plugin = GradientAccumulationPlugin(
+        num_steps=accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
+    )
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    task, batch_size = TokenTask(), recipe.train.batch_size
+    plan = UpdatePlan(16, batch_size, accumulation_steps, accelerator.num_processes, recipe.seed)
+    trained = task.build_student()
+    student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
+    last_step = recipe.train.max_steps or 1
+    return Run(
+        recipe=recipe,
+        accelerator=accelerator,
+        engine="single" if accelerator.num_processes == 1 else "ddp",
+        mixed_precision="no",
+        plan=plan,
+        task=task,
+        teacher=LinearTeacher(),
+        student=student,
+        student_dtype=torch.float32,
+        student_parameters=task.student_parameters(trained),
+        optimizer=optimizer,
+        average=None,
+        loader=DataLoader(
+            Sequences(),
+            batch_sampler=RankSampler(plan, accelerator.process_index, 0, last_step),
+            collate_fn=task.collate,
+        ),
+        checkpoints=Checkpoints(Path(recipe.output_dir), accelerator, 1),
+        tracker=Tracker(recipe, accelerator, 1, last_step),
+        first_step=1,
+        last_step=last_step,
+        stages_s=0.0,
+    )
+
+
+def _tokens(batch: Batch) -> Tensor:
+    return torch.cat([tokens for _, tokens in batch])
