@@ -3,7 +3,16 @@
     python scripts/build_digits_teacher.py --device cuda
     python scripts/build_digits_teacher.py --evaluate-only
 
-FIGURES
+The transformer (0.98 M parameters) and the text encoder (0.09 M) learn together, by flow matching in the latents of a
+VAE (0.64 M) that was trained before them, on the 1,797 digits of scikit-learn and every wording of
+``distiller.digits.seen_wordings``. The folder holds 6.8 MB. The VAE serves single frames only: nothing trains its
+temporal kernels.
+
+Measured with the defaults: 91 s on one NVIDIA H200 (26 s of them the VAE, 61 s the transformer), torch 2.11. Then, by
+the reloaded pipeline on two CPU cores with torch 2.13 (237 s beside other work), 99.9% of 1,000 drawings recognised,
+all of the 100 with unseen wordings among them, and at least 99% of every digit. Numbers from another device or library
+version differ slightly. On two CPU cores a step of the VAE takes about 1 s, and one of the transformer at batch 64
+about 0.2 s: after 900 of those it drew 86% of 200 digits recognisably.
 """
 
 import argparse
@@ -435,7 +444,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12_000, help="of the transformer and the text encoder")
     parser.add_argument("--batch-size", type=int, default=256, help="of the transformer and the text encoder")
     parser.add_argument("--lr", type=float, default=2e-3, help="of the transformer and the text encoder")
-    parser.add_argument("--shift", type=float, default=3.0, help="of the noise levels, in training and in the scheduler")
+    parser.add_argument("--shift", type=float, default=3.0, help="of the noise levels: training and scheduler")
     parser.add_argument("--ema-decay", type=float, default=0.999)
     parser.add_argument("--evaluate-only", action="store_true", help="judge the folder that is there")
     parser.add_argument("--num-per-digit", type=int, default=100, help="drawings to judge")

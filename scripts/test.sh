@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Sets up .venv and runs the tests that a person runs every time (CPU only). --all adds the slow ones: launches of every
+# engine, the built wheel, the documents' commands. Other arguments go to pytest.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/environment.sh
+make_environment
+export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
+unset WANDB_API_KEY
+selection=(-m "not slow")
+if [[ ${1:-} == --all ]]; then
+  selection=()
+  shift
+fi
+ruff format --check distiller scripts tests
+ruff check distiller scripts tests
+pyright
+python -m pytest "${selection[@]}" "$@"

@@ -1,0 +1,8 @@
+"""`accelerate launch --config_file FILE.yaml scripts/train.py RECIPE [key.sub=value ...]`: `-m distiller train` by path."""
+
+import sys
+
+from distiller.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main(["train", *sys.argv[1:]]))
