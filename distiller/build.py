@@ -147,6 +147,12 @@ def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool) ->
             raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
         held = folder / RECIPE_FILE
         done = 0
+        for name in ("checkpoints", "student"):
+            if os.path.lexists(folder / name) and not os.path.lexists(held):
+                raise UserError(
+                    f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
+                    "folder with output_dir=..."
+                )
         if os.path.isfile(held):
             if not resume:
                 raise UserError(

@@ -73,9 +73,10 @@ def _parser() -> argparse.ArgumentParser:
         metavar="key.sub=value",
         help="recipe keys to set, for example optim.lr=1e-4",
     )
-    train.add_argument("--resume", action="store_true", help="continue output_dir from its latest complete checkpoint")
-    train.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
-    train.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
+    mode = train.add_mutually_exclusive_group()
+    mode.add_argument("--resume", action="store_true", help="continue output_dir from its latest complete checkpoint")
+    mode.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
+    mode.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=_train)
 

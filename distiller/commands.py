@@ -13,6 +13,7 @@ import torch
 
 from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task, check_run
 from distiller.config import Recipe, load
+from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
 from distiller.errors import QualityGateError, UserError
@@ -93,6 +94,11 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
         num_processes = request.num_processes
+        if request.distributed_type == "NO" and num_processes > 1:
+            raise UserError(
+                f"{launch_file}: distributed_type NO starts one process and num_processes is {num_processes}; use "
+                "MULTI_GPU (with use_cpu: true on a CPU), or num_processes: 1"
+            )
     task = check_run(recipe, num_processes)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
@@ -119,6 +125,9 @@ def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) ->
     """Writes teacher and student side by side for these prompts."""
     recipe = _recipe_of(run_dir, [])
     target = output or run_dir / "samples.png"
+    if target.suffix.lower() not in SUFFIXES or not os.path.isdir(target.parent):
+        suffixes = ", ".join(sorted(SUFFIXES))
+        raise UserError(f"--output {target}: give a file in a folder that exists, ending in one of {suffixes}")
     build_task(recipe).sample(run_dir, prompts, seed, best_device(), target)
     print(target)
 

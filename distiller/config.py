@@ -423,18 +423,26 @@ def _first_problem(error: ValidationError) -> str:
         return f"{_dotted(place[:-1])}: given {_shown(first['input'])}, which has too few items"
     if first["type"] == "value_error":
         return first["msg"].removeprefix("Value error, ")
-    rules = dict.fromkeys(_RULES.get(problem["type"], problem["msg"]) for problem in same)
-    return f"{_dotted(place)}: given {_shown(first['input'])}. {', or '.join(rules)}"
+    rules = dict.fromkeys(_rule(problem) for problem in same)
+    return f"{_dotted(place)}: given {_shown(first['input'])}; it must be {' or '.join(rules)}"
 
 
 _RULES = {
-    "bool_type": "Input should be true or false",
-    "float_type": "Input should be a number",
-    "int_type": "Input should be a whole number",
-    "string_type": "Input should be text (put it in quotes)",
-    "string_pattern_mismatch": "Input should have no NUL character",
-    "tuple_type": "Input should be a list",
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "string_pattern_mismatch": "without NUL characters",
+    "string_too_short": "at least {min_length} character long",
+    "string_type": "text (put it in quotes)",
+    "too_long": "a list of at most {max_length}",
+    "tuple_type": "a list",
 }
+
+
+def _rule(problem: Mapping[str, Any]) -> str:
+    """What the value must be."""
+    rule = _RULES.get(problem["type"])
+    return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
 
 
 def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:

@@ -75,17 +75,15 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
     if not os.path.isfile(file):
         raise UserError(f"{file}: no such accelerate config file; `distiller configs` lists the packaged ones")
     try:
-        config = load_config_from_file(str(file))
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"{file}: is no accelerate config file ({error}); `accelerate config` writes one") from error
-    if not isinstance(config, ClusterConfig):
-        raise UserError(f"{file}: compute_environment SageMaker is not supported; use LOCAL_MACHINE")
-    if not isinstance(config.num_processes, int):
-        raise UserError(f"{file}: num_processes is {config.num_processes!r}; give a whole number")
-    deepspeed_json = (config.deepspeed_config or {}).get("deepspeed_config_file")
-    if deepspeed_json is not None:
-        _check_deepspeed_json(file, Path(deepspeed_json))
-    kind = str(getattr(config.distributed_type, "value", config.distributed_type))
+        config = _load_config(file)
+    except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{file}: is not an accelerate config file for here ({error}); `accelerate config` writes one"
+        ) from error
+    if "deepspeed_config_file" in config.deepspeed_config:
+        _check_deepspeed_json(file, Path(str(config.deepspeed_config["deepspeed_config_file"])))
+    # YAML 1.1 reads an unquoted NO as false, which Accelerate takes for what was meant.
+    kind = "NO" if config.distributed_type is False else str(getattr(config.distributed_type, "value", "NO"))
     # Without num_processes (-1), Accelerate starts one for each device.
     count = num_processes or config.num_processes
     return LaunchRequest(
@@ -95,6 +93,22 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
         use_cpu=bool(config.use_cpu),
         mixed_precision=config.mixed_precision or "no",
     )
+
+
+def _load_config(file: Path) -> ClusterConfig:
+    """Reads what Accelerate would, with checks that it leaves out; ValueError and the like say what is wrong."""
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError("it is not a mapping of keys")
+    if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ValueError(f"compute_environment is {content['compute_environment']}; only LOCAL_MACHINE is supported")
+    config = load_config_from_file(str(file))
+    assert isinstance(config, ClusterConfig)
+    if not isinstance(config.num_processes, int):
+        raise ValueError(f"num_processes is {config.num_processes!r}, which is not a whole number")
+    if not isinstance(config.deepspeed_config, dict):
+        raise ValueError(f"deepspeed_config is {config.deepspeed_config!r}, which is not a mapping of keys")
+    return config
 
 
 def _check_deepspeed_json(launch_file: Path, file: Path) -> None:
@@ -117,7 +131,9 @@ def check_request(request: LaunchRequest) -> None:
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
         raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU or DEEPSPEED")
     if kind == "FSDP":
-        raise UserError(f"{request.origin}: distributed_type FSDP is not supported by this version; use ddp or zero3")
+        raise UserError(
+            f"{request.origin}: distributed_type FSDP is not supported by this version; use MULTI_GPU or DEEPSPEED"
+        )
     if kind == "DEEPSPEED" and request.use_cpu:
         raise UserError(
             f"{request.origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "

@@ -28,7 +28,7 @@ def parse_yaml(text: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ValueError(f"{place}{error.problem or error.context}") from error
+        raise ValueError(place + " ".join(filter(None, (error.context, error.problem)))) from error
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from error
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from torch import Tensor
 
 from distiller.errors import RunError, UserError
@@ -17,15 +18,15 @@ SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 
 def find_images(folder: Path) -> list[tuple[Path, str]]:
     """(file, caption) pairs in a stable order: the order of metadata.jsonl, else by name. Raises UserError."""
-    if not folder.is_dir():
-        raise UserError(f"data.path: {folder} is not a folder of images")
+    if not os.path.isdir(folder):
+        raise UserError(f"data.path: {folder} is not a folder; data.kind=images needs a folder of images")
     metadata = folder / "metadata.jsonl"
     pairs = _from_metadata(metadata) if metadata.is_file() else _from_text_files(folder)
     if not pairs:
-        raise UserError(f"data.path: {folder} holds no images ({', '.join(sorted(SUFFIXES))})")
+        raise UserError(f"data.path: {folder} holds no captioned image; supported are {', '.join(sorted(SUFFIXES))}")
     for image, caption in pairs:
         if not caption:
-            raise UserError(f"data.path: the caption of {image.name} is empty")
+            raise UserError(f"data.path: the caption of {image.name} is empty; write one, or remove the image")
     return pairs
 
 
@@ -34,8 +35,8 @@ def load_image(file: Path, height: int, width: int) -> Tensor:
     try:
         with Image.open(file) as image:
             image = image.convert("RGB")
-    except (OSError, UnidentifiedImageError) as error:
-        raise RunError(f"{file} is not a readable image ({error})") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise RunError(f"{file} is not a readable image ({error}); replace or remove it") from error
     scale = max(height / image.height, width / image.width)
     size = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
     image = image.resize(size, Image.Resampling.LANCZOS)
@@ -46,16 +47,20 @@ def load_image(file: Path, height: int, width: int) -> Tensor:
 
 def _from_metadata(file: Path) -> list[tuple[Path, str]]:
     pairs = []
-    for number, line in enumerate(file.read_text(encoding="utf-8-sig").splitlines(), start=1):
+    # JSON may hold U+2028 and its like unescaped: only newlines end a line.
+    for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue
         try:
             entry = json.loads(line)
-            image, caption = file.parent / entry["file_name"], " ".join(str(entry["text"]).split())
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"data.path: {file.name} line {number} is not an object with file_name and text") from error
-        if not image.is_file():
-            raise UserError(f"data.path: {file.name} line {number} names {entry['file_name']}, which does not exist")
+            image, caption = file.parent / entry["file_name"], " ".join(entry["text"].split())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f'data.path: {file.name} line {number} is not a JSON object such as {{"file_name": "1.png", "text": "a '
+                'caption"}'
+            ) from error
+        if not os.path.isfile(image):
+            raise UserError(f"data.path: {file.name} line {number} names {entry['file_name']!r}, which does not exist")
         pairs.append((image, caption))
     return pairs
 
@@ -66,5 +71,12 @@ def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
         caption = image.with_suffix(".txt")
         if not caption.is_file():
             raise UserError(f"data.path: {image.name} has no caption; add {caption.name} or a metadata.jsonl")
-        pairs.append((image, " ".join(caption.read_text(encoding="utf-8-sig").split())))
+        pairs.append((image, " ".join(_read_text(caption).split())))
     return pairs
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.path: {file} cannot be read as UTF-8 text ({error}); save it as UTF-8") from error

@@ -29,20 +29,29 @@ class LatentStore:
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder by its files' headers. Raises UserError."""
+        if not os.path.isdir(folder):
+            raise UserError(
+                f"data.path: {folder} is not a folder; data.kind=latents needs one with {PROMPTS_FILE} and safetensors"
+            )
         self.folder = folder
         self.prompts = read_prompts(folder / PROMPTS_FILE)
         self._files = sorted(folder.glob("*.safetensors"))
         if not self._files:
-            raise UserError(f"data.path: {folder} holds no safetensors file with latents")
+            raise UserError(f"data.path: {folder} holds no .safetensors file; put the tensor 'latents' into one")
         self._ends: list[int] = []
         self._prompt_index: list[int] = []
         self.shape: tuple[int, ...] = ()
         self.timesteps: Tensor | None = None
         for file in self._files:
             self._read_header(file)
-        last = max(self._prompt_index, default=-1)
+        if not len(self):
+            raise UserError(f"data.path: {folder} holds 0 latents; give at least as many as one update takes")
+        last = max(self._prompt_index)
         if last >= len(self.prompts):
-            raise UserError(f"data.path: {folder} has {len(self.prompts)} prompts and latents for line {last + 1}")
+            raise UserError(
+                f"data.path: {folder} has {len(self.prompts)} prompts and latents for line {last + 1}; write one "
+                f"prompt a line into {PROMPTS_FILE}"
+            )
         self._open: dict[tuple[int, Path], safe_open] = {}
 
     def __len__(self) -> int:
@@ -78,9 +87,12 @@ class LatentStore:
                 names = set(handle.keys())
                 if "latents" not in names:
                     raise UserError(
-                        f"data.path: {file.name} has no tensor 'latents' (found: {', '.join(sorted(names))})"
+                        f"data.path: {file.name} has no tensor 'latents' (found: {', '.join(sorted(names))}); rename it"
                     )
-                count, *shape = handle.get_slice("latents").get_shape()
+                whole = handle.get_slice("latents").get_shape()
+                if len(whole) != 5:
+                    raise UserError(f"data.path: {file.name} has latents of shape {whole}, not [n, C, F, H, W]")
+                count, *shape = whole
                 if self.shape and self.shape != tuple(shape):
                     raise UserError(f"data.path: {file.name} has latents of shape {shape}, others {list(self.shape)}")
                 self.shape = tuple(shape)
@@ -88,9 +100,14 @@ class LatentStore:
                 index = (
                     handle.get_tensor("prompt_index") if "prompt_index" in names else torch.arange(first, first + count)
                 )
+                if index.shape != (count,) or index.dtype != torch.int64 or (index < 0).any():
+                    raise UserError(
+                        f"data.path: {file.name} has {count} latents and a prompt_index of shape {list(index.shape)} "
+                        f"and type {index.dtype}; give one int64, from 0, for each of the latents"
+                    )
                 if "timesteps" in names:
                     self.timesteps = handle.get_tensor("timesteps")
-        except SafetensorError as error:
+        except (OSError, SafetensorError) as error:
             raise UserError(f"data.path: {file} is not a complete safetensors file ({error})") from error
         self._prompt_index += index.tolist()
         self._ends.append(first + count)

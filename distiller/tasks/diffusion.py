@@ -22,7 +22,7 @@ from distiller.data.images import find_images
 from distiller.data.latents import LatentStore
 from distiller.data.prompts import read_prompts
 from distiller.devices import teacher_dtype
-from distiller.digits import DigitJudge, judge_prompts
+from distiller.digits import IMAGE_SIZE, DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
 from distiller.resources import local_path
@@ -30,7 +30,7 @@ from distiller.stages import Stage, digest_files
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.replicated import ReplicatedTeacher
-from distiller.wan.drawing import guide
+from distiller.wan.drawing import guide, load_scheduler
 from distiller.wan.evaluation import compare
 from distiller.wan.network import FEATURES, PREDICTION, UNCONDITIONAL, WanNetwork
 from distiller.wan.noising import DiffusionSample, NoisedData
@@ -90,8 +90,11 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         self.network = WanNetwork(self.files, self._task.max_sequence_length)
         self._latent_shape = self.files.latent_shape(self._task.num_frames, self._task.height, self._task.width)
         self._student_config = student_config(recipe.student, self.files)
+        load_scheduler(self.files)
         self._check_patches()
         self._check_feature_blocks()
+        self._check_guidance()
+        self._check_judge()
         self._find_data()
         extra = (self._task.guidance.negative_prompt, "", *recipe.evaluation.sample_prompts)
         self._texts = list(dict.fromkeys([*self._prompts, *extra]))
@@ -136,11 +139,6 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
                 stage, plan = self._rollout_stage, self._rollout_plan()
                 roll_out(plan, stage, accelerator, teacher, self.network, self.files, text, negative)
             store = LatentStore(self._rollout_stage.folder)
-        if store is not None and store.shape != self._latent_shape:
-            raise UserError(
-                f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask for "
-                f"{list(self._latent_shape)}"
-            )
         negative_row, empty_row = self._text_row[self._task.guidance.negative_prompt], self._text_row[""]
         return NoisedData(
             self._recipe, self.files, self._latent_shape, store, text, self._rows(store), negative_row, empty_row
@@ -261,13 +259,18 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             write_grid(rows, prompts, Vae(self.files, device), run_dir / "samples.png")
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        student = load_student(run_dir, self._task.max_sequence_length, device)
-        teacher = ReplicatedTeacher(self.network, dtype, device)
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
         prompts = [self._prompts[i % len(self._prompts)] for i in range(count)]
         if self._recipe.evaluation.judge == "digits":
             prompts, labels = judge_prompts(-(-count // 10), self._recipe.seed)
-            judge = DigitJudge().recognise
+            try:
+                judge = DigitJudge().recognise
+            except ImportError as error:
+                raise UserError(
+                    "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
+                ) from error
+        student = load_student(run_dir, self._task.max_sequence_length, device)
+        teacher = ReplicatedTeacher(self.network, dtype, device)
         report = compare(
             self._recipe, self.files, self.network, teacher, student, prompts, labels, judge, dtype, device
         )
@@ -304,12 +307,17 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             self.num_samples = len(self._prompts) * per_prompt
         elif data.kind == "images":
             if self._task.num_frames != 1:
-                raise UserError(f"data.kind=images needs task.num_frames=1, given {self._task.num_frames}")
+                raise UserError(f"data.kind=images needs task.num_frames=1, given {self._task.num_frames}; change it")
             self._images = find_images(path)[: data.max_samples]
             self._prompts = [caption for _, caption in self._images]
             self.num_samples = len(self._images)
         else:
             store = LatentStore(path)
+            if store.shape != self._latent_shape:
+                raise UserError(
+                    f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
+                    f"for {list(self._latent_shape)}; change one of them"
+                )
             self._prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
 
     def _rows(self, store: LatentStore | None) -> list[int]:
@@ -341,10 +349,20 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return found
 
     def _check_patches(self) -> None:
-        patch = self._student_config["patch_size"]
-        for name, size, step in zip(("frames", "height", "width"), self._latent_shape[1:], patch, strict=True):
-            if size % step:
-                raise UserError(f"the student's patch_size {list(patch)} does not divide the latents' {name} {size}")
+        teachers = {f"teacher {name}": config for name, config in self.files.transformer_configs.items()}
+        for owner, config in {"student": self._student_config, **teachers}.items():
+            patch, limit = config["patch_size"], config["rope_max_seq_len"]
+            for name, size, step in zip(("num_frames", "height", "width"), self._latent_shape[1:], patch, strict=True):
+                if size % step:
+                    raise UserError(
+                        f"the {owner}'s patch_size {list(patch)} does not divide the {size} latents of task.{name} "
+                        f"{getattr(self._task, name)}; change one of them"
+                    )
+                if size // step > limit:
+                    raise UserError(
+                        f"task.{name} {getattr(self._task, name)} makes {size // step} patches and the {owner}'s "
+                        f"rope_max_seq_len is {limit}; lower it"
+                    )
 
     def _check_feature_blocks(self) -> None:
         features = self._task.losses.features
@@ -355,11 +373,31 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         ):
             for number in numbers:
                 if number >= layers:
-                    raise UserError(f"task.losses.features.{key} names block {number}; there are {layers}, from 0")
+                    raise UserError(
+                        f"task.losses.features.{key} names block {number}; there are {layers}, numbered from 0 to "
+                        f"{layers - 1}"
+                    )
         if features.weight and list(self._student_config["patch_size"]) != list(
             self.files.transformer_configs["transformer"]["patch_size"]
         ):
             raise UserError("task.losses.features needs equal patch sizes: the student's tokens would not match")
+
+    def _check_guidance(self) -> None:
+        given = {
+            "task.guidance.scale_2": self._task.guidance.scale_2,
+            "sampling.guidance_scale_2": self._recipe.sampling.guidance_scale_2,
+        }
+        for key, scale in given.items():
+            if scale is not None and self.files.boundary_ratio is None:
+                raise UserError(f"{key} is {scale:g} and the teacher has one transformer; remove it")
+
+    def _check_judge(self) -> None:
+        size = self._task.height, self._task.width
+        if self._recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):
+            raise UserError(
+                f"evaluation.judge=digits looks at {IMAGE_SIZE} x {IMAGE_SIZE} pictures, given task.height {size[0]} "
+                f"and task.width {size[1]}; change them, or set it to none"
+            )
 
 
 def _on_main(accelerator: Accelerator, make: Callable[[], Stage]) -> Stage:

@@ -33,7 +33,10 @@ def load_scheduler(files: WanFiles) -> Any:
     """The pipeline's own scheduler. Raises UserError when this diffusers has no such class."""
     name = str(files.scheduler_config.get("_class_name"))
     if not hasattr(diffusers, name):
-        raise UserError(f"teacher.path: {files.source} names the scheduler {name}, which this diffusers does not have")
+        raise UserError(
+            f"teacher.path: {files.source} names the scheduler {name}, which diffusers {diffusers.__version__} lacks; "
+            "upgrade diffusers, or correct scheduler/scheduler_config.json"
+        )
     return getattr(diffusers, name).from_pretrained(files.root, subfolder="scheduler", local_files_only=True)
 
 

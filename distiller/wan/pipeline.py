@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 from diffusers import WanTransformer3DModel
 from huggingface_hub import constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
@@ -72,8 +69,12 @@ class WanFiles:
         for name, pixels, step in (("height", height, spatial * patch_height), ("width", width, spatial * patch_width)):
             if pixels % step or pixels % 16:
                 raise UserError(f"task.{name} {pixels} is not a multiple of {max(step, 16)}, as this pipeline needs")
-        if (num_frames - 1) % temporal:
-            raise UserError(f"task.num_frames {num_frames} is not {temporal} k + 1, as this pipeline's VAE needs")
+        if extra := (num_frames - 1) % temporal:
+            lower = num_frames - extra
+            raise UserError(
+                f"task.num_frames {num_frames} is not {temporal} k + 1, as this pipeline's VAE needs; give {lower} or "
+                f"{lower + temporal}"
+            )
         return int(config["in_channels"]), (num_frames - 1) // temporal + 1, height // spatial, width // spatial
 
     def fetch(self, *parts: str) -> Path:
@@ -111,7 +112,7 @@ def find_pipeline(teacher: Teacher) -> WanFiles:
             configs[name] = transformer_defaults() | _read_json(root / name / "config.json", given)
             check_transformer_config(configs[name], f"teacher.path: {given}: {name}/config.json")
     if "transformer" not in configs:
-        raise UserError(f"teacher.path: {given} has no transformer (model_index.json names none)")
+        raise UserError(f"teacher.path: {given} has no transformer; its model_index.json must name one")
     boundary = index.get("boundary_ratio")
     if ("transformer_2" in configs) != (boundary is not None):
         raise UserError(
@@ -153,6 +154,10 @@ def check_transformer_config(config: Mapping[str, Any], origin: str) -> None:
     patch = config["patch_size"]
     if not isinstance(patch, list | tuple) or len(patch) != 3 or any(type(n) is not int or n < 1 for n in patch):
         raise UserError(f"{origin}: patch_size is {patch!r}; it must be three whole numbers above 0")
+    if config["attention_head_dim"] % 2:
+        raise UserError(f"{origin}: attention_head_dim is {config['attention_head_dim']}; it must be even")
+    if not isinstance(config["eps"], int | float):
+        raise UserError(f"{origin}: eps is {config['eps']!r}; it must be a number")
     if config["image_dim"] or config["added_kv_proj_dim"]:
         raise UserError(f"{origin} is of an image-to-video model; give a text-to-image/video one")
 
@@ -186,7 +191,10 @@ def _read_index(root: Path, given: str) -> dict[str, Any]:
             )
         if (root / "config.json").is_file():
             raise UserError(f"teacher.path: {given} is a single model; give the pipeline folder above it")
-        raise UserError(f"teacher.path: {given} has no model_index.json, so it is not a diffusers pipeline")
+        raise UserError(
+            f"teacher.path: {given} has no model_index.json, so it is not a diffusers pipeline; give the folder that "
+            "holds one"
+        )
     index = _read_json(root / "model_index.json", given)
     if index.get("_class_name") != "WanPipeline":
         raise UserError(f"teacher.path: {given} is a {index.get('_class_name')}; task diffusion distils WanPipeline")
@@ -203,7 +211,9 @@ def _read_json(file: Path, given: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"teacher.path: {given} lacks {file.parent.name}/{file.name}") from error
+        raise UserError(
+            f"teacher.path: {given} lacks {file.parent.name}/{file.name}; give a complete pipeline folder"
+        ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not readable JSON") from error
     if not isinstance(content, dict):
@@ -228,11 +238,11 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
     except RevisionNotFoundError as error:
         raise UserError(f"teacher.revision: {name} has no revision {revision}; {offline}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(f"teacher.path: {name} is no folder here and unknown on the hub; {offline}") from error
-    except (LocalEntryNotFoundError, HfHubHTTPError, httpx.HTTPError, OSError) as error:
-        why = (
-            "offline mode is on and it is not in the local cache"
-            if constants.HF_HUB_OFFLINE
-            else "the hub did not answer"
-        )
+        raise UserError(
+            f"teacher.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
+        ) from error
+    except Exception as error:
+        why = "offline mode is on and it is not in the local cache"
+        if not constants.HF_HUB_OFFLINE:
+            why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
         raise UserError(f"teacher.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from diffusers import WanTransformer3DModel
+from safetensors import SafetensorError
 from torch import Tensor
 
 from distiller.config import Recipe
@@ -35,7 +36,10 @@ def load_student(run_dir: Path, max_sequence_length: int, device: torch.device) 
     folder = run_dir / "student"
     if not (folder / "config.json").is_file():
         raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
-    model = WanTransformer3DModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    try:
+        model = WanTransformer3DModel.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
     install_short_text(model, max_sequence_length)
     return model.eval().requires_grad_(False).to(device)
 

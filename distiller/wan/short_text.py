@@ -2,17 +2,18 @@
 
 ``WanPipeline`` pads every prompt's embeddings with zero rows to 512 rows, and Wan's cross-attention takes no mask: the
 zero rows are keys like any other, so a transformer's output depends on how many there are. They are all equal, though.
-``m`` equal keys weigh as much as ``k`` of them whose attention logits are raised by ``log(m / k)``, so the real rows and
-a single zero row are enough. For small models and short prompts that is several times faster, forward and backward.
+``m`` equal keys weigh as much as ``k`` of them whose attention logits are raised by ``log(m / k)``, so the real rows
+and a single zero row are enough. For small models and short prompts that is several times faster, forward and backward.
 
 Shape suffixes: B batch, L rows of text, D width of the text encoder.
 """
 
 import math
+from typing import cast
 
 import torch
 from diffusers import WanTransformer3DModel
-from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
+from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor, WanTransformerBlock
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PIPELINE_TEXT_LENGTH = 512
@@ -158,4 +159,4 @@ class _ShortTextProcessor(WanAttnProcessor):
 
 
 def _cross_attentions(transformer: WanTransformer3DModel) -> list[WanAttention]:
-    return [block.attn2 for block in transformer.blocks]
+    return [cast(WanTransformerBlock, block).attn2 for block in transformer.blocks]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
 from safetensors import safe_open
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
         for key in ("num_layers", "num_attention_heads", "ffn_dim"):
             wanted = getattr(student, key)
             if wanted is not None and wanted > teacher[key]:
-                raise UserError(f"student.{key} is {wanted} and the teacher has only {teacher[key]}")
+                raise UserError(f"student.{key} is {wanted} and the teacher has only {teacher[key]}; lower it")
             config[key] = wanted or teacher[key]
     else:
         config = _read_config(student)
@@ -42,18 +41,19 @@ def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
         ("out_channels", "output channels"),
         ("text_dim", "text width"),
     ):
-        ours, theirs = config.get(key), teacher.get(key)
+        ours, theirs = config[key], teacher[key]
         if ours != theirs:
-            raise UserError(f"the student's {name} ({key}) are {ours} and the teacher's {theirs}; they must be equal")
+            raise UserError(f"the student's {key} ({name}) is {ours} and the teacher's {theirs}; they must be equal")
     if list(config["patch_size"]) != list(teacher["patch_size"]):
         frame, height, width = config["patch_size"]
         if frame != 1 or height != width:
             raise UserError(f"the student's patch_size {config['patch_size']} is neither the teacher's nor (1, n, n)")
     try:
-        with init_empty_weights():
+        with torch.device("meta"):
             WanTransformer3DModel.from_config(config)
     except Exception as error:
-        raise UserError(f"diffusers cannot build a student from this config ({type(error).__name__}: {error})") from error
+        kind = type(error).__name__
+        raise UserError(f"diffusers cannot build a student of this config ({kind}: {error}); correct it") from error
     return config
 
 
@@ -148,16 +148,15 @@ def _read_config(student: Student) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise UserError(f"{key}: {file} holds {type(config).__name__}, not a model's config")
     defaults = transformer_defaults()
-    unknown = {key for key in config if key not in defaults and not key.startswith("_")}
-    if config.get("_class_name", "WanTransformer3DModel") == "WanTransformer3DModel" and unknown:
+    check_transformer_config(defaults | config, f"{key}: {file}")
+    unknown = {name for name in config if name not in defaults and not name.startswith("_")}
+    if unknown:
         raise UserError(
             f"{key}: {file} has keys that WanTransformer3DModel does not know: {', '.join(sorted(unknown))}"
         )
-    config = defaults | config
-    check_transformer_config(config, f"{key}: {file}")
     if student.path is not None:
         check_weights(file.parent, f"student.path: {student.path}")
-    return config
+    return defaults | config
 
 
 def _model_folder(student: Student) -> Path:

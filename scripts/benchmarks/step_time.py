@@ -1,0 +1,108 @@
+"""Where a step's time and memory go, for a Wan teacher of real layout with random weights, under several launch files.
+
+    python scripts/benchmarks/step_time.py --model wan-1.3b --launch single_gpu --launch ddp
+
+The pipeline is made once on disk (random weights; the text encoder, tokenizer and VAE are the packaged digits' ones,
+widened by nothing: the student and teacher take their 64-wide text). Prints one table; beside each row stands the limit:
+the teacher's forward and the student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and
+token), which ignores attention and everything that is not a matrix product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import yaml
+from diffusers import WanTransformer3DModel
+
+from distiller.resources import ASSETS_DIR
+from distiller.tracking import peak_flops
+
+ROOT = Path(__file__).parents[2]
+MODELS = {
+    # The published transformer/config.json of Wan 2.1 T2V, but for text_dim and the latents' channels.
+    "toy": {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 256, "num_layers": 4},
+    "wan-1.3b": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
+    "wan-14b": {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
+}
+
+
+def make_pipeline(folder: Path, model: str) -> int:
+    """Writes the pipeline with bfloat16 random weights made on the device; returns the number of parameters."""
+    shutil.copytree(ASSETS_DIR / "digits-wan", folder, ignore=shutil.ignore_patterns("transformer"))
+    config = json.loads((ASSETS_DIR / "digits-wan" / "transformer" / "config.json").read_text())
+    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        transformer = WanTransformer3DModel.from_config(config | MODELS[model] | {"rope_max_seq_len": 1024})
+    transformer.to(torch.bfloat16).save_pretrained(folder / "transformer")
+    return sum(parameter.numel() for parameter in transformer.parameters())
+
+
+def measure(folder: Path, name: str, side: int, batch_size: int, options: list[str]) -> dict[str, float]:
+    """Runs a few steps through a launch file and returns the last logged metrics."""
+    output_dir = folder / f"run-{name}-{len(list(folder.glob('run-*')))}"
+    command = [sys.executable, "-m", "accelerate.commands.launch"]
+    command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "distiller", "train"]
+    command += [str(folder / "recipe.yaml"), f"output_dir={output_dir}", f"train.batch_size={batch_size}"]
+    subprocess.run([*command, f"task.height={side}", f"task.width={side}", *options], cwd=ROOT, check=True)
+    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])
+
+
+def main() -> None:
+    """Makes the pipeline, measures every launch file and prints the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="wan-1.3b")
+    parser.add_argument("--launch", action="append", help="launch files by name; default single_gpu")
+    parser.add_argument("--side", type=int, default=640, help="pixels; 640 is 1,600 tokens")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--student-layers", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--option", action="append", default=[], help="recipe override for every row")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        parameters = make_pipeline(folder / "pipeline", options.model)
+        recipe = {
+            "output_dir": "-",
+            "teacher": {"path": str(folder / "pipeline")},
+            "student": {"num_layers": options.student_layers},
+            "data": {"path": "asset:digits-prompts.txt", "max_samples": 256},
+            # Random weights draw nothing: noise costs the loop the same as a rollout's latents would.
+            "rollout": {"enabled": False},
+            "train": {"max_steps": options.steps, "log_every": options.steps // 2, "num_workers": 2},
+            "sampling": {"num_inference_steps": 2},
+        }
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        rows = []
+        for name in options.launch or ["single_gpu"]:
+            for checkpointing in ("false", "true"):
+                extra = [f"train.gradient_checkpointing={checkpointing}", *options.option]
+                metrics = measure(folder, name, options.side, options.batch_size, extra)
+                summary = json.loads(next(folder.glob(f"run-{name}-*/summary.json")).read_text())
+                rows.append((name, checkpointing, metrics, summary["student_params"]))
+    tokens = options.batch_size * (options.side // 16) ** 2
+    peak = peak_flops(device, "bf16")
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"\n{options.model}: {parameters / 1e9:.2f} B parameters, {tokens} tokens a rank and step, {where}, torch {torch.__version__}")
+    print("launch file    | checkpointing |  step | teacher | student | optimizer | data | GPU peak GiB | limit teacher, student")
+    for name, checkpointing, metrics, student_parameters in rows:
+        times = [metrics[f"perf/{part}_ms"] for part in ("step", "teacher", "student", "optimizer", "data")]
+        shown = " | ".join("   - " if value is None else f"{value:7.1f}" for value in times)
+        limits = [1e3 * flop * tokens / peak for flop in (2 * parameters, 6 * student_parameters)] if peak else []
+        memory = metrics["memory/gpu_peak_gib_max"]
+        print(
+            f"{name:14} | {checkpointing:13} | {shown} | {memory if memory is None else round(memory, 2)} | "
+            + ", ".join(f"{limit:.1f}" for limit in limits)
+        )
+
+
+if __name__ == "__main__":
+    main()
