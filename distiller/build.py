@@ -67,7 +67,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
-    done = _claim_output_dir(recipe, accelerator, resume)
+    done = _claim_output_dir(recipe, accelerator, resume, last_step)
     if done == last_step:
         return Finished(done)
     _announce(world.notices, plan, task, world.engine, accelerator)
@@ -138,7 +138,7 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     return plan
 
 
-def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool) -> int:
+def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool, last_step: int) -> int:
     """Makes the folder ours, and says how many steps it has already done. Every rank raises what rank 0 finds."""
 
     def claim() -> int:
@@ -161,6 +161,16 @@ def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool) ->
                 )
             _check_same_recipe(_held_recipe(held), recipe)
             done = latest_step(folder)
+            if done > last_step:
+                raise UserError(
+                    f"--resume: {folder} has done {done} steps and the recipe ends after {last_step}; raise "
+                    "train.max_steps or train.num_epochs"
+                )
+        if recipe.cache_dir is not None:
+            try:
+                Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
         try:
             folder.mkdir(parents=True, exist_ok=True)
             held.write_text(dump(recipe), encoding="utf-8")

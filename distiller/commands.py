@@ -81,6 +81,7 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "data": recipe.data.model_copy(update={"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
             "optim": recipe.optim.model_copy(update={"warmup_steps": 0}),
+            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
@@ -108,9 +109,12 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
     recipe = _recipe_of(run_dir, overrides)
     device = best_device()
     task = build_task(recipe)
-    report = task.evaluate(run_dir, teacher_dtype(recipe.teacher.dtype, device), device)
     summary_file = run_dir / SUMMARY_FILE
-    summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{summary_file}: is not readable JSON ({error}); remove it") from error
+    report = task.evaluate(run_dir, teacher_dtype(recipe.teacher.dtype, device), device)
     _write_json(summary_file, summary | {"evaluation": report})
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")

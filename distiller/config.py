@@ -177,6 +177,7 @@ class Train(Section):
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
         "auto", description="auto = bf16 on a GPU that has it"
     )
+    tf32: Switch = Field(False, description="float32 products on a GPU's TF32 units: faster, 10 bits of mantissa")
     gradient_checkpointing: Switch = Field(False, description="of the student only")
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
     log_every: Positive = Field(10, description="updates")
@@ -206,6 +207,7 @@ class Checkpoint(Section):
     """When the run can be continued from."""
 
     every_steps: Positive | None = Field(None, description="updates; None = only at the end")
+    at_end: Switch = Field(True, description="after the last update, so that --resume can train longer")
     keep: Positive = 2
 
 

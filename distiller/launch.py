@@ -80,8 +80,9 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
         raise UserError(
             f"{file}: is not an accelerate config file for here ({error}); `accelerate config` writes one"
         ) from error
-    if "deepspeed_config_file" in config.deepspeed_config:
-        _check_deepspeed_json(file, Path(str(config.deepspeed_config["deepspeed_config_file"])))
+    deepspeed_json = (config.deepspeed_config or {}).get("deepspeed_config_file")
+    if deepspeed_json is not None:
+        _check_deepspeed_json(file, Path(str(deepspeed_json)))
     # YAML 1.1 reads an unquoted NO as false, which Accelerate takes for what was meant.
     kind = "NO" if config.distributed_type is False else str(getattr(config.distributed_type, "value", "NO"))
     # Without num_processes (-1), Accelerate starts one for each device.
@@ -187,6 +188,8 @@ def open_world(recipe: Recipe) -> World:
         ),
         kwargs_handlers=handlers,
     )
+    # Torch allows TF32 in convolutions unless told otherwise: float32 on a GPU would not be float32 on a CPU.
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.train.tf32
     engine = engine_name(accelerator)
     if accelerator.num_processes != world_size():
         raise UserError(f"{world_size()} processes were launched and each sees {accelerator.num_processes}")

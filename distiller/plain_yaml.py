@@ -6,7 +6,7 @@ PyYAML follows version 1.1, in which `1e-4` is text, `no` is false, `010` is 8 a
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar
+from typing import Any
 
 import yaml
 
@@ -39,7 +39,7 @@ def dump_yaml(data: Any) -> str:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers: ClassVar[dict[str | None, list[Any]]] = {}
+    """Knows the scalars above and no others, and refuses a key that stands twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -57,6 +57,7 @@ class _Dumper(yaml.SafeDumper):
     """Quotes text that either version of YAML would take for something else."""
 
 
+_Loader.yaml_implicit_resolvers = {}
 for _name, _pattern in _SCALARS.items():
     for _class in (_Loader, _Dumper):
         _class.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", re.compile(f"^(?:{_pattern})$"), None)

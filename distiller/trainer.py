@@ -192,5 +192,7 @@ def _loss_scale(run: Run) -> float | None:
 
 
 def _is_checkpoint_step(run: Run, step: int) -> bool:
-    every = run.recipe.checkpoint.every_steps
-    return step == run.last_step or (every is not None and step % every == 0)
+    checkpoint = run.recipe.checkpoint
+    if step == run.last_step:
+        return checkpoint.at_end
+    return checkpoint.every_steps is not None and step % checkpoint.every_steps == 0

@@ -242,6 +242,7 @@ def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
             f"teacher.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
         ) from error
     except Exception as error:
+        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
         why = "offline mode is on and it is not in the local cache"
         if not constants.HF_HUB_OFFLINE:
             why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"

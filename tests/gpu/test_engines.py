@@ -1,7 +1,4 @@
-"""Engines on real GPUs against one process on the CPU: run by hand, `python -m pytest tests/gpu`.
-
-CI has no GPU. Float32 here is IEEE float32 (no TF32 in matrix products), so the series agree to rounding.
-"""
+"""Engines on real GPUs against one process: run by hand, `python -m pytest tests/gpu -s`. CI has no GPU."""
 
 from __future__ import annotations
 
@@ -17,10 +14,9 @@ from tests.launch.launching import CONFIGS, launch
 
 NUM_GPUS = torch.cuda.device_count()
 ENGINES = {
-    "single_gpu": ("single", 1),
-    "ddp": ("ddp", 2),
-    "zero2": ("deepspeed-zero2", 2),
-    "zero3_offload": ("deepspeed-zero3-offload", 2),
+    "ddp": "ddp",
+    "zero2": "deepspeed-zero2",
+    "zero3_offload": "deepspeed-zero3-offload",
 }
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
@@ -32,65 +28,88 @@ def toy(tmp_path_factory) -> Path:
     recipe = toys.recipe(folder, pipeline, train={"max_steps": 8, "batch_size": 8, "log_every": 1, "num_workers": 1})
     recipe["cache_dir"], recipe["teacher"]["dtype"] = str(folder / "cache"), "float32"
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    result = train(folder, "cpu", folder / "reference", "train.mixed_precision=no")
-    assert result.code == 0, result.stderr
     return folder
 
 
-def train(toy: Path, name: str, output_dir: Path, *overrides: str):
-    return launch(
-        CONFIGS / f"{name}.yaml", "train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides, timeout_s=300
-    )
+@pytest.fixture(scope="module")
+def float32(toy) -> Path:
+    """One GPU, float32."""
+    return train(toy, "single_gpu", toy / "float32", "train.mixed_precision=no")
 
 
+@pytest.fixture(scope="module")
+def bfloat16(toy, float32) -> Path:
+    """One GPU, bfloat16."""
+    return train(toy, "single_gpu", toy / "bfloat16", "train.mixed_precision=bf16")
+
+
+def train(toy: Path, name: str, output_dir: Path, *overrides: str) -> Path:
+    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides]
+    result = launch(CONFIGS / f"{name}.yaml", *arguments, timeout_s=280)
+    assert result.code == 0, result.stderr
+    return output_dir
+
+
+def distances(run_dir: Path, reference_dir: Path) -> tuple[float, float]:
+    ours, theirs = toys.read_metrics(run_dir), toys.read_metrics(reference_dir)
+    losses = max(abs(a["loss"] - b["loss"]) for a, b in zip(ours, theirs, strict=True))
+    vector, reference = toys.student_vector(run_dir), toys.student_vector(reference_dir)
+    students = ((vector - reference).norm() / reference.norm()).item()
+    print(f"{run_dir.name:24} against {reference_dir.name:10} loss within {losses:.1e}, student within {students:.1e}")
+    return losses, students
+
+
+def test_a_gpu_equals_a_cpu_in_float32(toy, float32):
+    """Measured on H200: loss within 1.2e-7, student within 1.4e-6 (with TF32 in convolutions 3.4e-5 and 1.2e-4)."""
+    losses, students = distances(float32, train(toy, "cpu", toy / "cpu"))
+    assert losses < 2e-5
+    assert students < 1e-5
+    metrics = toys.read_metrics(float32)[-1]
+    assert metrics["memory/gpu_peak_gib"] > 0
+    assert metrics["perf/teacher_ms"] > 0
+    assert metrics["perf/student_ms"] > 0
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ENGINES)
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_engines_on_gpus_equal_one_cpu_process(toy, name, precision):
-    engine, num_processes = ENGINES[name]
-    if num_processes > NUM_GPUS:
-        pytest.skip(f"needs {num_processes} GPUs")
-    output_dir = toy / f"{name}-{precision}"
-    options = [f"train.batch_size={8 // num_processes}", f"train.mixed_precision={precision}"]
-    result = train(toy, name, output_dir, *options)
-    assert result.code == 0, result.stderr
-    summary = json.loads((output_dir / "summary.json").read_text())
-    assert (summary["engine"], summary["mixed_precision"]) == (engine, precision)
-    ours, theirs = toys.read_metrics(output_dir), toys.read_metrics(toy / "reference")
-    errors = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(ours, theirs, strict=True)]
-    vector, reference = toys.student_vector(output_dir), toys.student_vector(toy / "reference")
-    distance = ((vector - reference).norm() / reference.norm()).item()
-    print(f"{name:14} {precision:5} loss within {max(errors):.1e}, student within {distance:.1e}")
-    if precision == "no":
-        toys.assert_same_run(output_dir, toy / "reference")
-    else:
-        # bfloat16 keeps 8 bits: single products are off by up to 0.4%; AdamW turns that into more in early steps.
-        assert max(errors) < 0.02
-    assert ours[-1]["memory/gpu_peak_gib"] > 0
-    assert ours[-1]["perf/teacher_ms"] > 0
-    assert ours[-1]["perf/student_ms"] > 0
+def test_engines_equal_one_gpu_in_float32(toy, float32, name):
+    run_dir = train(toy, name, toy / f"{name}-float32", "train.batch_size=4", "train.mixed_precision=no")
+    assert json.loads((run_dir / "summary.json").read_text())["engine"] == ENGINES[name]
+    losses, students = distances(run_dir, float32)
+    assert losses < 2e-5
+    assert students < 1e-5
 
 
-def test_activation_checkpointing_changes_nothing_but_memory(toy):
-    for precision in ("no", "bf16"):
-        dirs = []
-        for flag in ("true", "false"):
-            dirs.append(toy / f"checkpointing-{flag}-{precision}")
-            options = [f"train.gradient_checkpointing={flag}", f"train.mixed_precision={precision}"]
-            assert train(toy, "single_gpu", dirs[-1], *options).code == 0
-        toys.assert_same_run(*dirs)
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
+def test_deepspeed_runs_in_bfloat16(toy, bfloat16, name):
+    """bfloat16 keeps 8 bits, and DeepSpeed keeps the module itself in it: the series agree to a percent."""
+    run_dir = train(toy, name, toy / f"{name}-bfloat16", "train.batch_size=4", "train.mixed_precision=bf16")
+    assert json.loads((run_dir / "summary.json").read_text())["mixed_precision"] == "bf16"
+    losses, _ = distances(run_dir, bfloat16)
+    assert losses < 0.01
 
 
-def test_fp16_tracks_its_scale_and_counts_skipped_steps(toy):
-    result = train(toy, "single_gpu", toy / "fp16", "train.mixed_precision=fp16")
-    assert result.code == 0, result.stderr
-    metrics = toys.read_metrics(toy / "fp16")
+def test_bfloat16_is_close_to_float32(float32, bfloat16):
+    losses, _ = distances(bfloat16, float32)
+    assert losses < 0.01
+
+
+def test_activation_checkpointing_changes_nothing(toy, bfloat16):
+    options = ["train.gradient_checkpointing=true", "train.mixed_precision=bf16"]
+    losses, students = distances(train(toy, "single_gpu", toy / "checkpointing", *options), bfloat16)
+    assert losses < 1e-5
+    assert students < 1e-4
+
+
+def test_fp16_tracks_its_scale_and_counts_skipped_steps(toy, float32):
+    metrics = toys.read_metrics(train(toy, "single_gpu", toy / "fp16", "train.mixed_precision=fp16"))
     assert metrics[-1]["optim/loss_scale"] > 0
-    assert metrics[-1]["optim/skipped_steps"] >= 0
+    assert metrics[-1]["optim/skipped_steps"] == sum(line["grad_norm"] == float("inf") for line in metrics)
 
 
-def test_resuming_on_a_gpu_is_bitwise(toy):
-    whole, broken = toy / "gpu-whole", toy / "gpu-broken"
-    assert train(toy, "single_gpu", whole).code == 0
-    assert train(toy, "single_gpu", broken, "train.max_steps=4").code == 0
-    assert train(toy, "single_gpu", broken, "--resume").code == 0
-    toys.assert_same_run(broken, whole, loss_tolerance=0.0, tolerance=0.0)
+def test_resuming_on_a_gpu_is_bitwise(toy, bfloat16):
+    options = ["train.mixed_precision=bf16"]
+    broken = train(toy, "single_gpu", toy / "broken", "train.max_steps=4", *options)
+    train(toy, "single_gpu", broken, "--resume", *options)
+    assert distances(broken, bfloat16) == (0.0, 0.0)
