@@ -16,7 +16,7 @@ from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
 from distiller.checkpoint import Checkpoints, latest_step
-from distiller.config import Recipe, dump
+from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
@@ -24,6 +24,7 @@ from distiller.launch import open_world, resolve_accumulation
 from distiller.optim import build_optimizer
 from distiller.plain_yaml import parse_yaml
 from distiller.process import world_size
+from distiller.recipe_file import dump
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS

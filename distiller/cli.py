@@ -105,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace) -> None:
-    from distiller.config import load
+    from distiller.recipe_file import load
 
     recipe = load(options.recipe, options.overrides)
     if options.config_file and not options.check:

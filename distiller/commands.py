@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task, check_run
-from distiller.config import Recipe, load
+from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
 from distiller.errors import QualityGateError, UserError
 from distiller.launch import check_precision, check_request, read_launch_file, resolve_accumulation
 from distiller.process import die_with_launcher, is_main_process, world_size
+from distiller.recipe_file import load
 from distiller.tracking import GIB
 from distiller.trainer import Run
 from distiller.trainer import train as run_loop

@@ -1,22 +1,17 @@
 """The recipe: every knob, typed and frozen, with its unit and default. Importing this module does not import torch.
 
-A recipe is a YAML file; `load` reads it, applies `key.sub=value` overrides and validates it strictly: an unknown key
-is an error that names the nearest valid one, and so is a value of the wrong type or outside its range. What only other
-keys decide (contradictions) is checked here too; what the hardware or the files decide is checked in `distiller.build`.
+`distiller.recipe_file` reads one. What only other keys decide (contradictions) is checked here; what the files decide,
+by the task; what the hardware decides, in `distiller.build`.
 """
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from distiller.errors import UserError
-from distiller.plain_yaml import dump_yaml, parse_yaml
-from distiller.resources import find_recipe
+from distiller.errors import shown
 
 Switch = Annotated[bool, Field(strict=True)]
 Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -26,7 +21,6 @@ PositiveFloat = Annotated[Float, Field(gt=0)]
 Weight = Annotated[Float, Field(ge=0)]
 Location = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-PLACEMENTS = ("replicated",)
 
 
 class Section(BaseModel):
@@ -294,7 +288,7 @@ class Recipe(Section):
         if guidance.scale_2 is not None and not isinstance(guidance.scale, float):
             raise ValueError(
                 f"task.guidance.scale_2 is {guidance.scale_2:g} and needs task.guidance.scale to be one number, given "
-                f"{_shown(guidance.scale)}"
+                f"{shown(guidance.scale)}"
             )
         if isinstance(guidance.scale, tuple) and guidance.scale[0] > guidance.scale[1]:
             low, high = guidance.scale
@@ -312,155 +306,3 @@ class Recipe(Section):
         if self.evaluation.min_recognised is not None and self.evaluation.judge == "none":
             raise ValueError("evaluation.min_recognised needs a judge; set evaluation.judge=digits, or remove it")
         return self
-
-
-def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
-    """Reads and validates a recipe.
-
-    Args:
-        recipe: the name of a packaged recipe, or the path of a YAML file.
-        overrides: `key.sub=value` strings; the value is read as YAML.
-
-    Raises:
-        UserError: in one line, for anything that is wrong with the recipe or an override.
-    """
-    path = find_recipe(recipe)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{recipe}: cannot be read as a UTF-8 text file ({error}); save it as UTF-8") from error
-    try:
-        data = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"{recipe}: is not valid YAML ({error})") from error
-    if not isinstance(data, dict):
-        raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {_shown(data)}")
-    for override in overrides:
-        _apply(data, override)
-    return parse(data, recipe)
-
-
-def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Validates a mapping as a recipe; `origin` names it in errors (UserError)."""
-    _reject_unknown_keys(Recipe, data, "", origin)
-    try:
-        return Recipe.model_validate(data)
-    except ValidationError as error:
-        raise UserError(f"{origin}: {_first_problem(error)}") from error
-
-
-def dump(recipe: Recipe) -> str:
-    """The recipe as YAML with every default written out, in the order of this file."""
-    return dump_yaml(recipe.model_dump(mode="json"))
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    parts = key.split(".")
-    if not separator or not all(parts):
-        raise UserError(f"'{override}': an override has the form key.sub=value, for example optim.lr=1e-4")
-    try:
-        value = parse_yaml(text)
-    except ValueError as error:
-        raise UserError(f"{_shown(override)}: the value is not valid YAML ({error})") from error
-    node = data
-    for depth, part in enumerate(parts[:-1], start=1):
-        child = node.get(part)
-        if child is None:
-            child = node[part] = {}
-        if not isinstance(child, dict):
-            raise UserError(f"'{override}': {'.'.join(parts[:depth])} is {_shown(child)} and has no keys below it")
-        node = child
-    node[parts[-1]] = value
-
-
-def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str) -> None:
-    for key, value in data.items():
-        if key not in model.model_fields:
-            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(model, str(key), prefix)}")
-        section = _section_of(model, key)
-        if section is None:
-            continue
-        if not isinstance(value, Mapping):
-            names = ", ".join(section.model_fields)
-            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {_shown(value)}")
-        _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
-
-
-def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[key].annotation
-    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
-
-
-def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
-    here = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
-    if here:
-        return f"did you mean '{prefix}{here[0]}'?"
-    elsewhere = [path for path in _all_keys(Recipe) if path.rsplit(".", 1)[-1] == key]
-    if elsewhere:
-        return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
-    return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
-
-
-def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    keys: list[str] = []
-    for name in model.model_fields:
-        section = _section_of(model, name)
-        keys += _all_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
-    return keys
-
-
-def _first_problem(error: ValidationError) -> str:
-    """One line for the first wrong key: what stands there, and every form that it may have."""
-    problems = error.errors(include_url=False)
-    place = _place(problems[0])
-    # The members of a union fail one by one; those that came furthest say best what is wrong.
-    same = [problem for problem in problems if _place(problem)[: len(place)] == place]
-    deepest = max(len(problem["loc"]) for problem in same)
-    same = [problem for problem in same if len(problem["loc"]) == deepest]
-    place, first = _place(same[0]), same[0]
-    if first["type"] == "missing" and isinstance(place[-1], str):
-        return f"the key '{_dotted(place)}' is missing; add it"
-    if first["type"] == "missing":
-        return f"{_dotted(place[:-1])}: given {_shown(first['input'])}, which has too few items"
-    if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
-    rules = dict.fromkeys(_rule(problem) for problem in same)
-    return f"{_dotted(place)}: given {_shown(first['input'])}; it must be {' or '.join(rules)}"
-
-
-_RULES = {
-    "bool_type": "true or false",
-    "float_type": "a number",
-    "int_type": "a whole number",
-    "string_pattern_mismatch": "without NUL characters",
-    "string_too_short": "at least {min_length} character long",
-    "string_type": "text (put it in quotes)",
-    "too_long": "a list of at most {max_length}",
-    "tuple_type": "a list",
-}
-
-
-def _rule(problem: Mapping[str, Any]) -> str:
-    """What the value must be."""
-    rule = _RULES.get(problem["type"])
-    return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
-
-
-def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Where the problem lies, without the names of union members that pydantic puts there; users know no such key."""
-    return tuple(
-        part
-        for part in problem["loc"]
-        if isinstance(part, int) or (part.isidentifier() and part not in ("float", "int", "str", "tuple"))
-    )
-
-
-def _dotted(place: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in place)
-
-
-def _shown(value: Any) -> str:
-    """A value as it stands in a recipe, cut to a readable length."""
-    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

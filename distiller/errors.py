@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class UserError(ValueError):
     """Wrong use: the message is one line that says what was given, which rule it breaks and what to change.
@@ -16,3 +18,9 @@ class RunError(RuntimeError):
 
 class QualityGateError(RunError):
     """A figure that the recipe demands was not reached. The command line exits with 3."""
+
+
+def shown(value: Any) -> str:
+    """A value as it stands in a recipe, cut to a readable length."""
+    text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -12,7 +12,8 @@ import torch
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from distiller.config import Recipe, dump
+from distiller.config import Recipe
+from distiller.recipe_file import dump
 
 METRICS_FILE = "metrics.jsonl"
 GIB = 2**30

@@ -1,4 +1,7 @@
-"""`accelerate launch --config_file FILE.yaml scripts/train.py RECIPE [key.sub=value ...]`: `-m distiller train` by path."""
+"""`-m distiller train` for people who prefer a path.
+
+accelerate launch --config_file FILE.yaml scripts/train.py RECIPE [key.sub=value ...]
+"""
 
 import sys
 

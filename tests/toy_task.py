@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader, Dataset
 
 from distiller import draws
 from distiller.checkpoint import Checkpoints
-from distiller.config import Recipe, parse
+from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.optim import build_optimizer
+from distiller.recipe_file import parse
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
 from distiller.tracking import Tracker

@@ -3,82 +3,39 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from diffusers import WanTransformer3DModel
-from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor, nn
-from torch.utils.data import Dataset
 
 from distiller import draws
 from distiller.config import Recipe
-from distiller.data.images import find_images
-from distiller.data.latents import LatentStore
-from distiller.data.prompts import read_prompts
 from distiller.devices import teacher_dtype
-from distiller.digits import IMAGE_SIZE, DigitJudge, judge_prompts
+from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
-from distiller.resources import local_path
-from distiller.stages import Stage, digest_files
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.replicated import ReplicatedTeacher
+from distiller.wan.batch import DiffusionBatch, collate
+from distiller.wan.checks import check_feature_blocks, check_guidance, check_judge, check_patches
 from distiller.wan.drawing import guide, load_scheduler
 from distiller.wan.evaluation import compare
 from distiller.wan.network import FEATURES, PREDICTION, UNCONDITIONAL, WanNetwork
 from distiller.wan.noising import DiffusionSample, NoisedData
 from distiller.wan.pipeline import find_pipeline
-from distiller.wan.rollout import RolloutPlan, roll_out
 from distiller.wan.samples import Conditions, draw_student, draw_teacher, load_student, write_grid
 from distiller.wan.short_text import install_short_text
+from distiller.wan.sources import Source
 from distiller.wan.student import DistilledStudent, build_student, student_config
-from distiller.wan.text import TextStore, embed, encode_prompts, load_text_encoder, pad_text, text_stage
-from distiller.wan.vae import Vae, encode_images
+from distiller.wan.text import embed, load_text_encoder
+from distiller.wan.vae import Vae
 
 MAX_SAMPLES = 10
-
-
-@dataclass(frozen=True)
-class DiffusionBatch:
-    """One micro-batch. Tensors are float32 unless said; `text` has the text encoder's dtype.
-
-    Attributes:
-        noisy: x_t [B, C, F, H, W].
-        timesteps: [B] in (0, 1000).
-        text: [B, L, D]; `negative_text` [B, L', D] only with guidance.
-        weights: [B] of the prediction term.
-        scales: [B] guidance scales, with guidance.
-        velocity: noise - x_0 [B, C, F, H, W], for the true-data term.
-        stored: the trajectory's own predictions [B, C, F, H, W], with stored targets.
-        modules: the teacher's module of each sample (host).
-    """
-
-    sample_ids: tuple[int, ...]
-    modules: tuple[int, ...]
-    noisy: Tensor
-    timesteps: Tensor
-    text: Tensor
-    weights: Tensor
-    negative_text: Tensor | None = None
-    scales: Tensor | None = None
-    velocity: Tensor | None = None
-    stored: Tensor | None = None
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> DiffusionBatch:
-        """The batch with every tensor changed."""
-        tensors = {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
-        return replace(self, **{name: change(value) for name, value in tensors.items()})
-
-    def pin_memory(self) -> DiffusionBatch:
-        """Called by the DataLoader: page-locked memory, from which copies to a GPU do not block."""
-        return self.map(Tensor.pin_memory)
 
 
 class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
@@ -91,14 +48,12 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         self._latent_shape = self.files.latent_shape(self._task.num_frames, self._task.height, self._task.width)
         self._student_config = student_config(recipe.student, self.files)
         load_scheduler(self.files)
-        self._check_patches()
-        self._check_feature_blocks()
-        self._check_guidance()
-        self._check_judge()
-        self._find_data()
-        extra = (self._task.guidance.negative_prompt, "", *recipe.evaluation.sample_prompts)
-        self._texts = list(dict.fromkeys([*self._prompts, *extra]))
-        self._text_row = {text: row for row, text in enumerate(self._texts)}
+        check_patches(self._task, self.files, self._student_config, self._latent_shape)
+        check_feature_blocks(self._task, self.files, self._student_config)
+        check_guidance(recipe, self.files)
+        check_judge(recipe)
+        self._source = Source(recipe, self.files, self.network, self._latent_shape)
+        self.num_samples = self._source.num_samples
         self._feature_names = tuple(f"{FEATURES}{number}" for number in self._task.losses.features.teacher_blocks)
 
     @property
@@ -107,42 +62,10 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
     def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
-        self._text_stage = _on_main(
-            accelerator,
-            lambda: text_stage(self.files, self._texts, self._task.max_sequence_length, dtype, self._recipe.stages_dir),
-        )
-        _once_a_node(
-            accelerator,
-            self._text_stage,
-            lambda: encode_prompts(self._text_stage, self.files, self._texts, dtype, accelerator.device),
-        )
-        self._rollout_stage: Stage | None = None
-        if self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
-            plan = self._rollout_plan()
-            self._rollout_stage = _on_main(accelerator, lambda: plan.stage(self.files, self._text_stage, dtype))
-            if self._rollout_stage.is_complete:
-                accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
-            return not self._rollout_stage.is_complete
-        return False
+        return self._source.prepare(accelerator, dtype)
 
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[DiffusionSample]:
-        text = TextStore(self._text_stage)
-        store: LatentStore | None = None
-        if self._recipe.data.kind == "latents":
-            store = LatentStore(local_path(self._recipe.data.path))
-        elif self._recipe.data.kind == "images":
-            store = LatentStore(self._encode_images(accelerator).folder)
-        elif self._rollout_stage is not None:
-            if not self._rollout_stage.is_complete:
-                assert teacher is not None, "stages_need_teacher said so"
-                negative = self._text_row[self._task.guidance.negative_prompt]
-                stage, plan = self._rollout_stage, self._rollout_plan()
-                roll_out(plan, stage, accelerator, teacher, self.network, self.files, text, negative)
-            store = LatentStore(self._rollout_stage.folder)
-        negative_row, empty_row = self._text_row[self._task.guidance.negative_prompt], self._text_row[""]
-        return NoisedData(
-            self._recipe, self.files, self._latent_shape, store, text, self._rows(store), negative_row, empty_row
-        )
+    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
+        return self._source.load(accelerator, teacher)
 
     def build_student(self) -> DistilledStudent:
         features = self._task.losses.features
@@ -161,24 +84,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         trained.model.enable_gradient_checkpointing()
 
     def collate(self, samples: Sequence[DiffusionSample]) -> DiffusionBatch:
-        timesteps = torch.tensor([sample.timestep for sample in samples], dtype=torch.float32)
-        sigmas = torch.tensor([sample.sigma for sample in samples], dtype=torch.float32)
-        length, first = self._task.max_sequence_length, samples[0]
-        weighting = self._task.timesteps.weighting
-        weights = torch.ones_like(sigmas) if weighting == "none" else compute_loss_weighting_for_sd3(weighting, sigmas)
-        guided = first.scale is not None
-        return DiffusionBatch(
-            sample_ids=tuple(sample.sample_id for sample in samples),
-            modules=self.network.route(timesteps.tolist()),
-            noisy=torch.stack([sample.noisy for sample in samples]),
-            timesteps=timesteps,
-            text=pad_text([sample.text for sample in samples], length),
-            weights=weights,
-            negative_text=pad_text([sample.negative_text for sample in samples], length) if guided else None,
-            scales=torch.tensor([sample.scale for sample in samples]) if guided else None,
-            velocity=None if first.velocity is None else torch.stack([s.velocity for s in samples]),  # type: ignore[misc]
-            stored=None if first.stored is None else torch.stack([s.stored for s in samples]),  # type: ignore[misc]
-        )
+        return collate(samples, self._task, self.network)
 
     def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
         return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
@@ -241,26 +147,27 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             os.chmod(file, 0o644)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
-        chosen = self._recipe.evaluation.sample_prompts if teacher is not None else ()
-        prompts = list(chosen or dict.fromkeys(self._prompts))[:MAX_SAMPLES]
-        text, device = TextStore(self._text_stage), accelerator.device
-        noise = [draws.noise(self._recipe.seed, 0, i, self._latent_shape, "rollout") for i in range(len(prompts))]
-        conditions = Conditions(
-            noise=torch.stack(noise).to(device),
-            text=text.batch([self._text_row[prompt] for prompt in prompts]).to(device),
-            negative_text=text.batch([self._text_row[self._task.guidance.negative_prompt]]).to(device),
-        )
+        source, device = self._source, accelerator.device
+        sample_ids = range(min(MAX_SAMPLES, self.num_samples))
+        prompts = [source.prompt_of(sample_id) for sample_id in sample_ids]
+        if teacher is not None and self._recipe.evaluation.sample_prompts:
+            prompts = list(self._recipe.evaluation.sample_prompts[:MAX_SAMPLES])
+            sample_ids = range(len(prompts))
+        conditions = source.conditions(prompts, sample_ids, device)
         # Every rank asks the teacher, since some placements communicate; rank 0 draws the student.
-        theirs = None if teacher is None else draw_teacher(teacher, self.network, self.files, self._recipe, conditions)
+        if teacher is not None:
+            rows = {"teacher": draw_teacher(teacher, self.network, self.files, self._recipe, conditions)}
+        else:
+            known = source.known_latents(sample_ids)
+            rows = {} if known is None else {"teacher" if self._recipe.data.kind == "prompts" else "data": known}
         if accelerator.is_main_process:
             student = load_student(run_dir, self._task.max_sequence_length, device)
-            ours = draw_student(student, self.files, self._recipe, conditions)
-            rows = {"student": ours} if theirs is None else {"teacher": theirs, "student": ours}
+            rows["student"] = draw_student(student, self.files, self._recipe, conditions)
             write_grid(rows, prompts, Vae(self.files, device), run_dir / "samples.png")
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
-        prompts = [self._prompts[i % len(self._prompts)] for i in range(count)]
+        prompts = [self._source.prompts[i % len(self._source.prompts)] for i in range(count)]
         if self._recipe.evaluation.judge == "digits":
             prompts, labels = judge_prompts(-(-count // 10), self._recipe.seed)
             try:
@@ -298,117 +205,3 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             return teacher_outputs[PREDICTION]
         conditional, unconditional = teacher_outputs[PREDICTION].float(), teacher_outputs[UNCONDITIONAL].float()
         return guide(conditional, unconditional, batch.scales.view(-1, 1, 1, 1, 1))
-
-    def _find_data(self) -> None:
-        data, path = self._recipe.data, local_path(self._recipe.data.path)
-        if data.kind == "prompts":
-            self._prompts = read_prompts(path)[: data.max_samples]
-            per_prompt = self._recipe.rollout.samples_per_prompt if self._recipe.rollout.enabled else 1
-            self.num_samples = len(self._prompts) * per_prompt
-        elif data.kind == "images":
-            if self._task.num_frames != 1:
-                raise UserError(f"data.kind=images needs task.num_frames=1, given {self._task.num_frames}; change it")
-            self._images = find_images(path)[: data.max_samples]
-            self._prompts = [caption for _, caption in self._images]
-            self.num_samples = len(self._images)
-        else:
-            store = LatentStore(path)
-            if store.shape != self._latent_shape:
-                raise UserError(
-                    f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
-                    f"for {list(self._latent_shape)}; change one of them"
-                )
-            self._prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
-
-    def _rows(self, store: LatentStore | None) -> list[int]:
-        """The row in the text store of every sample."""
-        rows = [self._text_row[prompt] for prompt in self._prompts]
-        return rows if store is None else [rows[store.prompt_index(i)] for i in range(self.num_samples)]
-
-    def _rollout_plan(self) -> RolloutPlan:
-        return RolloutPlan(tuple(self._prompts), self._latent_shape, self._recipe)
-
-    def _encode_images(self, accelerator: Accelerator) -> Stage:
-        task = self._task
-
-        def stage() -> Stage:
-            key = {
-                "vae": self.files.digest("vae"),
-                "images": digest_files(file for file, _ in self._images),
-                "order": [[file.name, caption] for file, caption in self._images],
-                "size": [task.height, task.width],
-            }
-            return Stage("images", key, self._recipe.stages_dir)
-
-        found = _on_main(accelerator, stage)
-        _once_a_node(
-            accelerator,
-            found,
-            lambda: encode_images(found, self._images, self.files, task.height, task.width, accelerator.device),
-        )
-        return found
-
-    def _check_patches(self) -> None:
-        teachers = {f"teacher {name}": config for name, config in self.files.transformer_configs.items()}
-        for owner, config in {"student": self._student_config, **teachers}.items():
-            patch, limit = config["patch_size"], config["rope_max_seq_len"]
-            for name, size, step in zip(("num_frames", "height", "width"), self._latent_shape[1:], patch, strict=True):
-                if size % step:
-                    raise UserError(
-                        f"the {owner}'s patch_size {list(patch)} does not divide the {size} latents of task.{name} "
-                        f"{getattr(self._task, name)}; change one of them"
-                    )
-                if size // step > limit:
-                    raise UserError(
-                        f"task.{name} {getattr(self._task, name)} makes {size // step} patches and the {owner}'s "
-                        f"rope_max_seq_len is {limit}; lower it"
-                    )
-
-    def _check_feature_blocks(self) -> None:
-        features = self._task.losses.features
-        teacher_layers = self.files.transformer_configs["transformer"]["num_layers"]
-        for key, numbers, layers in (
-            ("student_blocks", features.student_blocks, self._student_config["num_layers"]),
-            ("teacher_blocks", features.teacher_blocks, teacher_layers),
-        ):
-            for number in numbers:
-                if number >= layers:
-                    raise UserError(
-                        f"task.losses.features.{key} names block {number}; there are {layers}, numbered from 0 to "
-                        f"{layers - 1}"
-                    )
-        if features.weight and list(self._student_config["patch_size"]) != list(
-            self.files.transformer_configs["transformer"]["patch_size"]
-        ):
-            raise UserError("task.losses.features needs equal patch sizes: the student's tokens would not match")
-
-    def _check_guidance(self) -> None:
-        given = {
-            "task.guidance.scale_2": self._task.guidance.scale_2,
-            "sampling.guidance_scale_2": self._recipe.sampling.guidance_scale_2,
-        }
-        for key, scale in given.items():
-            if scale is not None and self.files.boundary_ratio is None:
-                raise UserError(f"{key} is {scale:g} and the teacher has one transformer; remove it")
-
-    def _check_judge(self) -> None:
-        size = self._task.height, self._task.width
-        if self._recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):
-            raise UserError(
-                f"evaluation.judge=digits looks at {IMAGE_SIZE} x {IMAGE_SIZE} pictures, given task.height {size[0]} "
-                f"and task.width {size[1]}; change them, or set it to none"
-            )
-
-
-def _on_main(accelerator: Accelerator, make: Callable[[], Stage]) -> Stage:
-    """What rank 0 makes, on every rank: digests of large files are computed once. Communicates."""
-    made: list[Any] = [make() if accelerator.is_main_process else None]
-    broadcast_object_list(made)
-    return made[0]
-
-
-def _once_a_node(accelerator: Accelerator, stage: Stage, make: Callable[[], None]) -> None:
-    """Lets one process of each node make a missing stage; the others wait for its file, not in a collective."""
-    if not stage.is_complete and accelerator.is_local_main_process:
-        make()
-    stage.wait()

@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/step_time.py --model wan-1.3b --launch single_gpu --launch ddp
 
-The pipeline is made once on disk (random weights; the text encoder, tokenizer and VAE are the packaged digits' ones,
-widened by nothing: the student and teacher take their 64-wide text). Prints one table; beside each row stands the limit:
-the teacher's forward and the student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and
-token), which ignores attention and everything that is not a matrix product.
+The pipeline is made once on disk: random weights, with the packaged digits' text encoder, tokenizer and VAE, so text is
+64 wide and latents have 4 channels. Prints one table; beside each row stands the limit: the teacher's forward and the
+student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and token), which ignores
+attention and everything that is not a matrix product.
 """
 
 from __future__ import annotations
@@ -92,8 +92,10 @@ def main() -> None:
     tokens = options.batch_size * (options.side // 16) ** 2
     peak = peak_flops(device, "bf16")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"\n{options.model}: {parameters / 1e9:.2f} B parameters, {tokens} tokens a rank and step, {where}, torch {torch.__version__}")
-    print("launch file    | checkpointing |  step | teacher | student | optimizer | data | GPU peak GiB | limit teacher, student")
+    print(f"\n{options.model}: {parameters / 1e9:.2f} B parameters, {tokens} tokens a rank and step")
+    print(f"{where}, torch {torch.__version__}; milliseconds a step")
+    columns = ["launch file   ", "checkpointing", "   step", "teacher", "student", "optimiz", "   data", "GPU peak GiB"]
+    print(" | ".join([*columns, "limit: teacher, student"]))
     for name, checkpointing, metrics, student_parameters in rows:
         times = [metrics[f"perf/{part}_ms"] for part in ("step", "teacher", "student", "optimizer", "data")]
         shown = " | ".join("   - " if value is None else f"{value:7.1f}" for value in times)

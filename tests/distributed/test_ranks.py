@@ -39,8 +39,8 @@ def test_the_loss_is_a_global_mean_over_unequal_counts(tmp_path, world_size, bat
 
 def roll_out(recipe: dict) -> bool:
     from distiller.build import build_task
-    from distiller.config import parse
     from distiller.launch import open_world
+    from distiller.recipe_file import parse
     from distiller.teachers import PLACEMENTS
 
     parsed = parse(recipe)

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,17 @@ def launch(config_file: Path | str, *arguments: str, timeout_s: int = 240, cwd: 
 
 
 def start(arguments: list[str], timeout_s: int, cwd: Path = ROOT) -> Result:
-    """`accelerate launch ARGUMENTS`; all ranks' stacks are printed when the time is up."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments]
-    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(_free_port())}
+    """`accelerate launch ARGUMENTS`."""
+    return run([sys.executable, "-m", "accelerate.commands.launch", *arguments], timeout_s, cwd)
+
+
+def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str, str] | None = None) -> Result:
+    """Any command that may launch ranks; the stacks of all of them are printed when the time is up.
+
+    Args:
+        environment: variables to set beside those of this process.
+    """
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(_free_port())} | (environment or {})
     process = subprocess.Popen(
         command,
         cwd=cwd,

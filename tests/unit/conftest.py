@@ -22,7 +22,7 @@ def make_recipe(pipelines, tmp_path):
 
     def make(num_experts: int = 1, **sections):
         data = toys.recipe(tmp_path, pipelines[num_experts], **sections)
-        from distiller.config import parse
+        from distiller.recipe_file import parse
 
         return parse(data)
 

@@ -11,6 +11,7 @@ LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
     ["config", "stages"],
+    ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],
     ["wan"],

@@ -20,8 +20,9 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 
 from distiller.cli import main
-from distiller.config import Recipe, dump, parse
+from distiller.config import Recipe
 from distiller.plain_yaml import dump_yaml
+from distiller.recipe_file import dump, parse
 from tests import toys
 
 REMOVED = object()

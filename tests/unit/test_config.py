@@ -7,7 +7,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from distiller.config import dump, load, parse
+from distiller.recipe_file import dump, load, parse
 from distiller.resources import recipe_names
 
 MINIMAL = {
@@ -62,5 +62,5 @@ def test_packaged_recipes_are_valid(name):
 
 
 def test_recipes_are_checked_without_importing_torch():
-    code = "import distiller.cli, distiller.config, sys; sys.exit('torch' in sys.modules)"
+    code = "import distiller.cli, distiller.recipe_file, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -94,7 +94,7 @@ def test_resume_without_a_checkpoint_starts_at_step_1(make_recipe, tmp_path):
     recipe = make_recipe()
     folder = Path(recipe.output_dir)
     folder.mkdir()
-    from distiller.config import dump
+    from distiller.recipe_file import dump
 
     (folder / "recipe.yaml").write_text(dump(recipe))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')

@@ -1,0 +1,164 @@
+"""Recipes as files: YAML in, `key.sub=value` overrides on top, strict validation, and YAML out.
+
+An unknown key is an error that names the nearest valid one; so is a value of the wrong type or outside its range.
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+
+from distiller.config import Recipe
+from distiller.errors import UserError, shown
+from distiller.plain_yaml import dump_yaml, parse_yaml
+from distiller.resources import find_recipe
+
+
+def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads and validates a recipe.
+
+    Args:
+        recipe: the name of a packaged recipe, or the path of a YAML file.
+        overrides: `key.sub=value` strings; the value is read as YAML.
+
+    Raises:
+        UserError: in one line, for anything that is wrong with the recipe or an override.
+    """
+    path = find_recipe(recipe)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{recipe}: cannot be read as a UTF-8 text file ({error}); save it as UTF-8") from error
+    try:
+        data = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{recipe}: is not valid YAML ({error})") from error
+    if not isinstance(data, dict):
+        raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {shown(data)}")
+    for override in overrides:
+        _apply(data, override)
+    return parse(data, recipe)
+
+
+def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
+    """Validates a mapping as a recipe; `origin` names it in errors (UserError)."""
+    _reject_unknown_keys(Recipe, data, "", origin)
+    try:
+        return Recipe.model_validate(data)
+    except ValidationError as error:
+        raise UserError(f"{origin}: {_first_problem(error)}") from error
+
+
+def dump(recipe: Recipe) -> str:
+    """The recipe as YAML with every default written out, in the order of this file."""
+    return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def _apply(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    parts = key.split(".")
+    if not separator or not all(parts):
+        raise UserError(f"'{override}': an override has the form key.sub=value, for example optim.lr=1e-4")
+    try:
+        value = parse_yaml(text)
+    except ValueError as error:
+        raise UserError(f"{shown(override)}: the value is not valid YAML ({error})") from error
+    node = data
+    for depth, part in enumerate(parts[:-1], start=1):
+        child = node.get(part)
+        if child is None:
+            child = node[part] = {}
+        if not isinstance(child, dict):
+            raise UserError(f"'{override}': {'.'.join(parts[:depth])} is {shown(child)} and has no keys below it")
+        node = child
+    node[parts[-1]] = value
+
+
+def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str) -> None:
+    for key, value in data.items():
+        if key not in model.model_fields:
+            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(model, str(key), prefix)}")
+        section = _section_of(model, key)
+        if section is None:
+            continue
+        if not isinstance(value, Mapping):
+            names = ", ".join(section.model_fields)
+            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
+        _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
+
+
+def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
+    annotation = model.model_fields[key].annotation
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
+    here = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
+    if here:
+        return f"did you mean '{prefix}{here[0]}'?"
+    elsewhere = [path for path in _all_keys(Recipe) if path.rsplit(".", 1)[-1] == key]
+    if elsewhere:
+        return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
+    return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
+
+
+def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys: list[str] = []
+    for name in model.model_fields:
+        section = _section_of(model, name)
+        keys += _all_keys(section, f"{prefix}{name}.") if section else [f"{prefix}{name}"]
+    return keys
+
+
+def _first_problem(error: ValidationError) -> str:
+    """One line for the first wrong key: what stands there, and every form that it may have."""
+    problems = error.errors(include_url=False)
+    place = _place(problems[0])
+    # The members of a union fail one by one; those that came furthest say best what is wrong.
+    same = [problem for problem in problems if _place(problem)[: len(place)] == place]
+    deepest = max(len(problem["loc"]) for problem in same)
+    same = [problem for problem in same if len(problem["loc"]) == deepest]
+    place, first = _place(same[0]), same[0]
+    if first["type"] == "missing" and isinstance(place[-1], str):
+        return f"the key '{_dotted(place)}' is missing; add it"
+    if first["type"] == "missing":
+        return f"{_dotted(place[:-1])}: given {shown(first['input'])}, which has too few items"
+    if first["type"] == "value_error":
+        return first["msg"].removeprefix("Value error, ")
+    rules = dict.fromkeys(_rule(problem) for problem in same)
+    return f"{_dotted(place)}: given {shown(first['input'])}; it must be {' or '.join(rules)}"
+
+
+_RULES = {
+    "bool_type": "true or false",
+    "float_type": "a number",
+    "int_type": "a whole number",
+    "string_pattern_mismatch": "without NUL characters",
+    "string_too_short": "at least {min_length} character long",
+    "string_type": "text (put it in quotes)",
+    "too_long": "a list of at most {max_length}",
+    "tuple_type": "a list",
+}
+
+
+def _rule(problem: Mapping[str, Any]) -> str:
+    """What the value must be."""
+    rule = _RULES.get(problem["type"])
+    return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
+
+
+def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
+    """Where the problem lies, without the names of union members that pydantic puts there; users know no such key."""
+    return tuple(
+        part
+        for part in problem["loc"]
+        if isinstance(part, int) or (part.isidentifier() and part not in ("float", "int", "str", "tuple"))
+    )
+
+
+def _dotted(place: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in place)

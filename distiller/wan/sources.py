@@ -1,0 +1,160 @@
+"""Where the samples come from, and the stages that turn prompts and pictures into text embeddings and latents."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from distiller import draws
+from distiller.config import Recipe
+from distiller.data.images import find_images
+from distiller.data.latents import LatentStore
+from distiller.data.prompts import read_prompts
+from distiller.errors import UserError
+from distiller.resources import local_path
+from distiller.stages import Stage, digest_files
+from distiller.teachers.base import Teacher
+from distiller.wan.network import WanNetwork
+from distiller.wan.noising import NoisedData
+from distiller.wan.pipeline import WanFiles
+from distiller.wan.rollout import RolloutPlan, roll_out
+from distiller.wan.samples import Conditions
+from distiller.wan.text import TextStore, encode_prompts, text_stage
+from distiller.wan.vae import encode_images
+
+
+class Source:
+    """A recipe's data: `prompts` and `num_samples` are known from the start; `prepare` and `load` run the stages."""
+
+    def __init__(
+        self, recipe: Recipe, files: WanFiles, network: WanNetwork, latent_shape: tuple[int, int, int, int]
+    ) -> None:
+        """Looks at what `data.path` holds. Raises UserError."""
+        self._recipe, self._files, self._network, self._latent_shape = recipe, files, network, latent_shape
+        data, path = recipe.data, local_path(recipe.data.path)
+        if data.kind == "prompts":
+            self.prompts = read_prompts(path)[: data.max_samples]
+            per_prompt = recipe.rollout.samples_per_prompt if recipe.rollout.enabled else 1
+            self.num_samples = len(self.prompts) * per_prompt
+        elif data.kind == "images":
+            if recipe.task.num_frames != 1:
+                raise UserError(f"data.kind=images needs task.num_frames=1, given {recipe.task.num_frames}; change it")
+            self._images = find_images(path)[: data.max_samples]
+            self.prompts = [caption for _, caption in self._images]
+            self.num_samples = len(self._images)
+        else:
+            store = LatentStore(path)
+            self._check_shape(store)
+            self.prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
+        extra = (recipe.task.guidance.negative_prompt, "", *recipe.evaluation.sample_prompts)
+        self._texts = list(dict.fromkeys([*self.prompts, *extra]))
+        self._row = {text: row for row, text in enumerate(self._texts)}
+
+    def prepare(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
+        recipe, files = self._recipe, self._files
+        length, folder = recipe.task.max_sequence_length, recipe.stages_dir
+        stage = _on_main(accelerator, lambda: text_stage(files, self._texts, length, dtype, folder))
+        _once_a_node(accelerator, stage, lambda: encode_prompts(stage, files, self._texts, dtype, accelerator.device))
+        self._text_stage = stage
+        self._rollout_stage: Stage | None = None
+        if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
+            return False
+        plan = self._plan()
+        self._rollout_stage = _on_main(accelerator, lambda: plan.stage(files, self._text_stage, dtype))
+        if self._rollout_stage.is_complete:
+            accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
+        return not self._rollout_stage.is_complete
+
+    def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
+        """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
+        self._text = TextStore(self._text_stage)
+        self._store = self._open_latents(accelerator, teacher)
+        if self._store is not None:
+            self._check_shape(self._store)
+        recipe = self._recipe
+        rows = [self._row[prompt] for prompt in self.prompts]
+        if self._store is not None:
+            rows = [rows[self._store.prompt_index(sample_id)] for sample_id in range(self.num_samples)]
+        negative_row, empty_row = self._row[recipe.task.guidance.negative_prompt], self._row[""]
+        return NoisedData(
+            recipe, self._files, self._latent_shape, self._store, self._text, rows, negative_row, empty_row
+        )
+
+    def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> Conditions:
+        """What these (encoded) prompts are drawn from; the noise is that of the rollout's samples of these ids."""
+        noise = [draws.noise(self._recipe.seed, 0, i, self._latent_shape, "rollout") for i in sample_ids]
+        negative_row = self._row[self._recipe.task.guidance.negative_prompt]
+        return Conditions(
+            noise=torch.stack(noise).to(device),
+            text=self._text.batch([self._row[prompt] for prompt in prompts]).to(device),
+            negative_text=self._text.batch([negative_row]).to(device),
+        )
+
+    def known_latents(self, sample_ids: Sequence[int]) -> Tensor | None:
+        """The stored x_0 of these samples [B, C, F, H, W]; None when x_t is pure noise."""
+        return None if self._store is None else torch.stack([self._store.latents(i) for i in sample_ids])
+
+    def prompt_of(self, sample_id: int) -> str:
+        """The prompt of a sample."""
+        return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
+
+    def _open_latents(self, accelerator: Accelerator, teacher: Teacher | None) -> LatentStore | None:
+        recipe = self._recipe
+        if recipe.data.kind == "latents":
+            return LatentStore(local_path(recipe.data.path))
+        if recipe.data.kind == "images":
+            return LatentStore(self._encode_images(accelerator).folder)
+        stage = self._rollout_stage
+        if stage is None:
+            return None
+        if not stage.is_complete:
+            assert teacher is not None, "prepare said that a teacher is needed"
+            negative_row = self._row[recipe.task.guidance.negative_prompt]
+            roll_out(self._plan(), stage, accelerator, teacher, self._network, self._files, self._text, negative_row)
+        return LatentStore(stage.folder)
+
+    def _encode_images(self, accelerator: Accelerator) -> Stage:
+        files, images, size = self._files, self._images, (self._recipe.task.height, self._recipe.task.width)
+
+        def stage() -> Stage:
+            key = {
+                "vae": files.digest("vae"),
+                "images": digest_files(file for file, _ in images),
+                "order": [[file.name, caption] for file, caption in images],
+                "size": size,
+            }
+            return Stage("images", key, self._recipe.stages_dir)
+
+        found = _on_main(accelerator, stage)
+        _once_a_node(accelerator, found, lambda: encode_images(found, images, files, *size, accelerator.device))
+        return found
+
+    def _plan(self) -> RolloutPlan:
+        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe)
+
+    def _check_shape(self, store: LatentStore) -> None:
+        if store.shape != self._latent_shape:
+            raise UserError(
+                f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
+                f"for {list(self._latent_shape)}; change one of them"
+            )
+
+
+def _on_main(accelerator: Accelerator, make: Callable[[], Stage]) -> Stage:
+    """What rank 0 makes, on every rank: digests of large files are computed once. Communicates."""
+    made: list[Any] = [make() if accelerator.is_main_process else None]
+    broadcast_object_list(made)
+    return made[0]
+
+
+def _once_a_node(accelerator: Accelerator, stage: Stage, make: Callable[[], None]) -> None:
+    """Lets one process of each node make a missing stage; the others wait for its file, not in a collective."""
+    if not stage.is_complete and accelerator.is_local_main_process:
+        make()
+    stage.wait()

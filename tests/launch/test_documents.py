@@ -1,0 +1,215 @@
+"""What the documents say is so: their commands run, their links lead somewhere, their keys and files exist.
+
+In README.md and docs/*.md a ```bash or ```python block is run, a ```yaml block that begins with `# NAME.yaml` is
+written to that file, and a ```console block is shown only: NOT_RUN lists those.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distiller.plain_yaml import dump_yaml, parse_yaml
+from tests import recipe_keys
+from tests.launch.launching import ROOT, run
+
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMAND_TIMEOUT_S = 150
+
+# Console blocks by the first line: what needs GPUs, a hub, or an environment of its own.
+NOT_RUN = {
+    "README.md": [
+        "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
+        "python scripts/benchmarks/step_time.py --model wan-1.3b",
+        "scripts/test.sh",
+    ],
+    "engines.md": [
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my.yaml"
+    ],
+}
+# Long work is shortened here and nowhere else: these keys are set in the copy's packaged recipe and in every recipe that
+# a document writes, and these words are replaced in commands.
+SHORTER_RECIPE: dict[str, Any] = {
+    "train.max_steps": 4,
+    "optim.warmup_steps": 1,
+    "data.max_samples": 128,
+    "evaluation.num_samples": 10,
+    "evaluation.batch_size": 10,
+}
+SHORTER_WORDS = {
+    "train.max_steps=2400": "train.max_steps=6",
+    "evaluation.num_samples=1000": "evaluation.num_samples=20",
+}
+# The documents' environment is the one that runs this test, not a new .venv.
+SAME_ENVIRONMENT = "make_environment() { :; }\n"
+
+# What a run writes, beside the files of the checkout, and files that documents make up.
+RUN_FILES = {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.png", "prompts.txt", "metadata.jsonl"}
+LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
+SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text and the line it begins on."""
+
+    language: str
+    text: str
+    line: int
+
+
+def blocks_of(document: Path) -> list[Block]:
+    found: list[Block] = []
+    opened: tuple[str, int] | None = None
+    lines: list[str] = []
+    for number, line in enumerate(document.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.startswith("```"):
+            if opened is not None:
+                found.append(Block(opened[0], "\n".join(lines) + "\n", opened[1]))
+            opened, lines = (None if opened is not None else (line[3:].strip(), number)), []
+        elif opened is not None:
+            lines.append(line)
+    assert opened is None, f"{document.name}: the block of line {opened} is not closed"
+    return found
+
+
+def prose_of(document: Path) -> str:
+    return re.sub(r"^```.*?^```$", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
+def named_yaml(block: Block) -> str | None:
+    match = re.match(r"# ([\w-]+\.yaml)$", block.text.splitlines()[0]) if block.language == "yaml" else None
+    return match[1] if match else None
+
+
+def shortened(recipe: str) -> str:
+    data = parse_yaml(recipe)
+    for dotted, value in SHORTER_RECIPE.items():
+        *sections, key = dotted.split(".")
+        node = data
+        for section in sections:
+            node = node.setdefault(section, {})
+        node[key] = value
+    return recipe.splitlines()[0] + "\n" + dump_yaml(data)
+
+
+@pytest.fixture
+def checkout(tmp_path) -> Path:
+    """A copy of the checkout whose recipes are shorter."""
+    folder = tmp_path / "checkout"
+    kept_out = shutil.ignore_patterns(".*", "__pycache__", "outputs", "build", "dist", "wandb", "tests")
+    shutil.copytree(ROOT, folder, ignore=kept_out)
+    for recipe in (folder / "distiller" / "recipes").glob("*.yaml"):
+        recipe.write_text(shortened(recipe.read_text(encoding="utf-8")), encoding="utf-8")
+    (folder / "scripts" / "environment.sh").write_text(SAME_ENVIRONMENT)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_the_commands_run(document, checkout):
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {"PATH": path, "PYTHONPATH": str(checkout)}
+    for block in blocks_of(document):
+        if name := named_yaml(block):
+            (checkout / name).write_text(shortened(block.text), encoding="utf-8")
+        if block.language not in ("bash", "python"):
+            continue
+        text = block.text
+        for word, shorter in SHORTER_WORDS.items():
+            text = text.replace(word, shorter)
+        interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
+        result = run([*interpreter, text], COMMAND_TIMEOUT_S, checkout, environment)
+        assert result.code == 0, f"{document.name}, line {block.line}:\n{text}\n{result.stdout}\n{result.stderr}"
+
+
+def test_what_is_not_run_is_listed():
+    shown = {
+        document.name: [block.text.splitlines()[0] for block in blocks_of(document) if block.language == "console"]
+        for document in DOCUMENTS
+    }
+    assert {name: first_lines for name, first_lines in shown.items() if first_lines} == NOT_RUN
+
+
+def test_every_shortening_is_used():
+    texts = [block.text for document in DOCUMENTS for block in blocks_of(document)]
+    assert not [word for word in SHORTER_WORDS if not any(word in text for text in texts)]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_every_block_says_what_it_is(document):
+    known = {"bash", "python", "yaml", "json", "console", "text"}
+    assert not [f"line {block.line}" for block in blocks_of(document) if block.language not in known]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_links_lead_somewhere(document):
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(document)):
+        if re.match(r"[a-z]+:", target):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (document.parent / name) if name else document
+        if not file.exists() or (anchor and anchor not in _anchors(file)):
+            broken.append(target)
+    assert not broken
+
+
+def _anchors(document: Path) -> set[str]:
+    """The headings' anchors, as GitHub and most renderers make them."""
+    headings = re.findall(r"^#+ (.+)$", prose_of(document), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_files_that_are_named_exist(document):
+    known = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts} | RUN_FILES | LIBRARY_FILES
+    known |= {name for block in blocks_of(document) if (name := named_yaml(block))}
+    missing = []
+    for name in re.findall(rf"`([\w.*/-]+\.{SUFFIXES})`", prose_of(document)):
+        if "/" not in name:
+            found = name in known
+        elif Path(name).name in RUN_FILES | LIBRARY_FILES:
+            found = True
+        else:
+            found = any(next(root.glob(name), None) for root in (ROOT, ROOT / "distiller"))
+        if not found:
+            missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_recipe_keys_that_are_named_exist(document):
+    keys = recipe_keys.keys()
+    tops = "|".join(sorted(key for key in keys if "." not in key))
+    named = re.findall(rf"(?<![\w./-])((?:{tops})(?:\.[a-z_0-9]+)+)", document.read_text(encoding="utf-8"))
+    named = [name for name in named if not re.search(rf"\.{SUFFIXES}$", name)]
+    assert not sorted({name for name in named if name not in keys})
+
+
+def test_the_page_of_keys_is_the_recipes():
+    assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), "run python -m tests.recipe_keys"
+
+
+def test_the_readmes_tree_is_the_checkouts():
+    (tree,) = (block.text for block in blocks_of(ROOT / "README.md") if "accelerate_configs/  " in block.text)
+    named, folders = set(), [""]
+    for line in tree.splitlines():
+        depth = (len(line) - len(line.lstrip())) // 4
+        for name in re.findall(
+            r"[\w.-]+/?", line.split("  ", depth * 2 + 1)[0] if False else line.strip().split("  ")[0]
+        ):
+            path = f"{folders[depth]}{name}"
+            named.add(path.rstrip("/"))
+            if name.endswith("/"):
+                folders[depth + 1 :] = [path]
+    assert not sorted(path for path in named if not (ROOT / path).exists())
+    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "distiller").rglob("*.py") if file.stem[0] != "_"}
+    assert not sorted(modules - named)
