@@ -24,7 +24,7 @@ class Tracker:
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, first_step: int, last_step: int) -> None:
         self._accelerator, self._file = accelerator, Path(recipe.output_dir) / METRICS_FILE
-        self._is_terminal = sys.stderr.isatty()
+        self._is_terminal, self._last_step = sys.stderr.isatty(), last_step
         self._bar: tqdm[Any] | None = None
         if not accelerator.is_main_process:
             return
@@ -35,7 +35,8 @@ class Tracker:
             desc="train",
             unit="step",
             dynamic_ncols=True,
-            mininterval=0.2 if self._is_terminal else 10,
+            # In a log file each redraw would be a line; there the logged steps say how long it still takes.
+            disable=not self._is_terminal,
         )
 
     def start_trackers(self, recipe: Recipe) -> None:
@@ -67,12 +68,9 @@ class Tracker:
         if self._is_terminal:
             self._bar.set_postfix_str(shown)
         else:
-            self._bar.write(f"step {metrics['step']}/{self._bar.total}: {shown}", file=sys.stderr)
-
-    def say(self, text: str) -> None:
-        """Prints a line above the bar."""
-        if self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
+            left_s = (self._last_step - metrics["step"]) * metrics["perf/step_ms"] / 1e3
+            left = tqdm.format_interval(left_s)
+            print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         """Closes the bar and the trackers."""

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
 started=$SECONDS
-make_environment
+make_environment deepspeed,demo
 ready=$SECONDS
 
 out=outputs/quickstart

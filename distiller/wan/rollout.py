@@ -7,6 +7,7 @@ that sampling never asks.
 
 from __future__ import annotations
 
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -106,7 +107,14 @@ def roll_out(
         f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing[0])} of {len(shards)} shards to draw"
     )
     started, scheduler = time.perf_counter(), load_scheduler(files)
-    bar = tqdm(total=rounds, desc="rollout", unit="shard", disable=not accelerator.is_main_process, dynamic_ncols=True)
+    bar = tqdm(
+        total=rounds,
+        desc="rollout",
+        unit="shard",
+        disable=not accelerator.is_main_process,
+        dynamic_ncols=True,
+        mininterval=0.2 if sys.stderr.isatty() else 10,
+    )
     for turn in range(rounds):
         mine = turn * world_size + rank
         # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
