@@ -95,7 +95,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     average = None if decay is None else MovingAverage(accelerator, student, decay)
     checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep)
     if done:
-        checkpoints.load(done, student, average)
+        checkpoints.load(done, student, optimizer, average)
     loader = DataLoader(
         data,
         batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),

@@ -1,18 +1,33 @@
-"""Resume state: complete under `checkpoints/step-N`, or absent."""
+"""Resume state: complete under `checkpoints/step-N`, or absent.
+
+    model.safetensors, optimizer.pt     student and AdamW; read with `weights_only`, so no code is run
+    engine/                             both, under DeepSpeed: its own format
+    average.safetensors, scaler.json    where the run has a moving average, a loss scale
+    progress.json                       written last
+
+There is no random state to keep: draws are functions of (seed, epoch, sample id).
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 from pathlib import Path
 
+import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from distiller.errors import RunError
 from distiller.weights import MovingAverage
 
+ENGINE_FOLDER = "engine"
+MODEL_FILE, OPTIMIZER_FILE, SCALER_FILE = "model.safetensors", "optimizer.pt", "scaler.json"
 PROGRESS_FILE = "progress.json"
 AVERAGE_FILE = "average.safetensors"
 
@@ -23,14 +38,16 @@ class Checkpoints:
     def __init__(self, run_dir: Path, accelerator: Accelerator, keep: int) -> None:
         self._folder, self._accelerator, self._keep = run_dir / "checkpoints", accelerator, keep
 
-    def save(self, step: int, student: nn.Module, average: MovingAverage | None) -> None:
+    def save(
+        self, step: int, student: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage | None
+    ) -> None:
         """Writes a checkpoint aside, then renames it; `latest` moves last. Every rank calls it. Communicates."""
         target, partial = self._folder / f"step-{step}", self._folder / f".step-{step}.partial"
         if self._accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self._accelerator.wait_for_everyone()
-        self._accelerator.save_state(os.fspath(partial), safe_serialization=True)
+        self._save_engine(partial, student, optimizer)
         self._accelerator.wait_for_everyone()
         if self._accelerator.is_main_process:
             if average is not None:
@@ -42,13 +59,41 @@ class Checkpoints:
             self._remove_old()
         self._accelerator.wait_for_everyone()
 
-    def load(self, step: int, student: nn.Module, average: MovingAverage | None) -> None:
-        """Restores student, optimizer and average from `step-N`; every rank calls it."""
+    def load(
+        self, step: int, student: nn.Module, optimizer: torch.optim.Optimizer, average: MovingAverage | None
+    ) -> None:
+        """Restores student, optimizer and average from `step-N`; every rank calls it. RunError for damaged files."""
         folder = self._folder / f"step-{step}"
-        self._accelerator.load_state(os.fspath(folder))
-        if average is not None and self._accelerator.is_main_process:
-            average.load(load_file(folder / AVERAGE_FILE))
+        try:
+            self._load_engine(folder, student, optimizer)
+            if average is not None and self._accelerator.is_main_process:
+                average.load(load_file(folder / AVERAGE_FILE))
+        except (OSError, RuntimeError, KeyError, ValueError, pickle.UnpicklingError, SafetensorError) as error:
+            raise RunError(
+                f"{folder} is not a readable checkpoint ({str(error).splitlines()[0]}); remove that folder to continue "
+                "from the one before it"
+            ) from error
         self._accelerator.wait_for_everyone()
+
+    def _save_engine(self, folder: Path, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        accelerator = self._accelerator
+        if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            student.save_checkpoint(os.fspath(folder), tag=ENGINE_FOLDER, save_latest=False)
+        elif accelerator.is_main_process:
+            save_file(accelerator.unwrap_model(student).state_dict(), folder / MODEL_FILE)
+            torch.save(optimizer.state_dict(), folder / OPTIMIZER_FILE)
+            if accelerator.scaler is not None:
+                _write_durably(folder / SCALER_FILE, json.dumps(accelerator.scaler.state_dict()))
+
+    def _load_engine(self, folder: Path, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        accelerator = self._accelerator
+        if accelerator.distributed_type is DistributedType.DEEPSPEED:
+            student.load_checkpoint(os.fspath(folder), tag=ENGINE_FOLDER)
+            return
+        accelerator.unwrap_model(student).load_state_dict(load_file(folder / MODEL_FILE))
+        optimizer.load_state_dict(torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True))
+        if accelerator.scaler is not None:
+            accelerator.scaler.load_state_dict(json.loads((folder / SCALER_FILE).read_text(encoding="utf-8")))
 
     def _remove_old(self) -> None:
         steps = sorted(_complete_steps(self._folder))

@@ -101,7 +101,7 @@ def train(run: Run) -> dict[str, Any]:
                     f"the loss is {metrics['loss']} at step {step}; lower optim.lr or set optim.max_grad_norm"
                 )
         if _is_checkpoint_step(run, step):
-            run.checkpoints.save(step, run.student, run.average)
+            run.checkpoints.save(step, run.student, run.optimizer, run.average)
     return metrics
 
 

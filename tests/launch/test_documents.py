@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from distiller.plain_yaml import dump_yaml, parse_yaml
+from distiller.recipe_file import load
 from tests import recipe_keys
 from tests.launch.launching import ROOT, run
 
@@ -26,20 +27,22 @@ COMMAND_TIMEOUT_S = 150
 # Console blocks by the first line: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
     "README.md": [
-        "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
+        "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
         "scripts/test.sh",
     ],
     "engines.md": [
-        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my.yaml"
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train X"
     ],
+    "getting-started.md": ["source .venv/bin/activate"],
 }
-# Long work is shortened here and nowhere else: these keys are set in the copy's packaged recipe and in every recipe that
-# a document writes, and these words are replaced in commands.
+# Long work is shortened here and nowhere else: these keys are set in the copy's packaged recipes and in those that a
+# document writes, and these words are replaced in commands.
 SHORTER_RECIPE: dict[str, Any] = {
     "train.max_steps": 4,
     "optim.warmup_steps": 1,
     "data.max_samples": 128,
+    "sampling.num_inference_steps": 4,
     "evaluation.num_samples": 10,
     "evaluation.batch_size": 10,
 }
@@ -53,6 +56,7 @@ SAME_ENVIRONMENT = "make_environment() { :; }\n"
 # What a run writes, beside the files of the checkout, and files that documents make up.
 RUN_FILES = {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.png", "prompts.txt", "metadata.jsonl"}
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
+FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
 
 
@@ -100,10 +104,10 @@ def shortened(recipe: str) -> str:
     return recipe.splitlines()[0] + "\n" + dump_yaml(data)
 
 
-@pytest.fixture
-def checkout(tmp_path) -> Path:
-    """A copy of the checkout whose recipes are shorter."""
-    folder = tmp_path / "checkout"
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the checkout whose recipes are shorter; the documents are read in it one after the other."""
+    folder = tmp_path_factory.mktemp("documents") / "checkout"
     kept_out = shutil.ignore_patterns(".*", "__pycache__", "outputs", "build", "dist", "wandb", "tests")
     shutil.copytree(ROOT, folder, ignore=kept_out)
     for recipe in (folder / "distiller" / "recipes").glob("*.yaml"):
@@ -112,16 +116,23 @@ def checkout(tmp_path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def already_run() -> set[str]:
+    """What an earlier document has shown in the same words: the quick start is run once."""
+    return set()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
-def test_the_commands_run(document, checkout):
+def test_the_commands_run(document, checkout, already_run):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONPATH": str(checkout)}
     for block in blocks_of(document):
         if name := named_yaml(block):
             (checkout / name).write_text(shortened(block.text), encoding="utf-8")
-        if block.language not in ("bash", "python"):
+        if block.language not in ("bash", "python") or block.text in already_run:
             continue
+        already_run.add(block.text)
         text = block.text
         for word, shorter in SHORTER_WORDS.items():
             text = text.replace(word, shorter)
@@ -136,6 +147,14 @@ def test_what_is_not_run_is_listed():
         for document in DOCUMENTS
     }
     assert {name: first_lines for name, first_lines in shown.items() if first_lines} == NOT_RUN
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+def test_recipes_are_valid(document, tmp_path):
+    for block in blocks_of(document):
+        if name := named_yaml(block):
+            (tmp_path / name).write_text(block.text, encoding="utf-8")
+            load(str(tmp_path / name))
 
 
 def test_every_shortening_is_used():
@@ -170,8 +189,7 @@ def _anchors(document: Path) -> set[str]:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_files_that_are_named_exist(document):
-    known = {path.name for path in ROOT.rglob("*") if ".venv" not in path.parts} | RUN_FILES | LIBRARY_FILES
-    known |= {name for block in blocks_of(document) if (name := named_yaml(block))}
+    known = FILES | RUN_FILES | LIBRARY_FILES | {name for block in blocks_of(document) if (name := named_yaml(block))}
     missing = []
     for name in re.findall(rf"`([\w.*/-]+\.{SUFFIXES})`", prose_of(document)):
         if "/" not in name:
@@ -203,13 +221,10 @@ def test_the_readmes_tree_is_the_checkouts():
     named, folders = set(), [""]
     for line in tree.splitlines():
         depth = (len(line) - len(line.lstrip())) // 4
-        for name in re.findall(
-            r"[\w.-]+/?", line.split("  ", depth * 2 + 1)[0] if False else line.strip().split("  ")[0]
-        ):
+        for name in line.strip().split("  ")[0].split(", "):
             path = f"{folders[depth]}{name}"
             named.add(path.rstrip("/"))
-            if name.endswith("/"):
-                folders[depth + 1 :] = [path]
+            folders[depth + 1 :] = [path]
     assert not sorted(path for path in named if not (ROOT / path).exists())
     modules = {str(file.relative_to(ROOT)) for file in (ROOT / "distiller").rglob("*.py") if file.stem[0] != "_"}
     assert not sorted(modules - named)

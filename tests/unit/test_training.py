@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from distiller import commands, draws
 from distiller.config import Recipe
 from distiller.data.latents import LatentStore
+from distiller.errors import RunError
 from tests import toys
 
 REFERENCES = Path(__file__).parent.parent / "references"
@@ -88,6 +89,31 @@ def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
     before = (resumed / "summary.json").read_bytes()
     run(make_recipe(train=train, **broken), resume=True)
     assert (resumed / "summary.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("damage", ["truncated", "malicious"])
+def test_a_damaged_checkpoint_is_named_and_no_pickle_is_run(make_recipe, tmp_path, fresh, damage):
+    folder = run(make_recipe(train={"max_steps": 2, "batch_size": 8}))
+    fresh()
+    checkpoint = folder / "checkpoints" / "step-2"
+    if damage == "truncated":
+        whole = (checkpoint / "model.safetensors").read_bytes()
+        (checkpoint / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    else:
+        torch.save(Malicious(tmp_path / "pwned"), checkpoint / "optimizer.pt")
+    with pytest.raises(RunError, match="step-2 is not a readable checkpoint"):
+        run(make_recipe(train={"max_steps": 4, "batch_size": 8}), resume=True)
+    assert not (tmp_path / "pwned").exists()
+
+
+class Malicious:
+    """A pickle that would make a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
 
 
 def test_resume_without_a_checkpoint_starts_at_step_1(make_recipe, tmp_path):
