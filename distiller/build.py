@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,16 +13,15 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint import Checkpoints, latest_step
+from distiller.checkpoint import Checkpoints, Identity
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.optim import build_optimizer
-from distiller.plain_yaml import parse_yaml
+from distiller.output import claim_output_dir
 from distiller.process import world_size
-from distiller.recipe_file import dump
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
@@ -32,16 +29,12 @@ from distiller.tracking import Tracker
 from distiller.trainer import Run
 from distiller.weights import MovingAverage
 
-RECIPE_FILE = "recipe.yaml"
-SUMMARY_FILE = "summary.json"
-MAY_CHANGE_ON_RESUME = ("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers")
-SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
-
 
 @dataclass(frozen=True)
 class Finished:
     """The output folder already holds the whole run."""
 
+    accelerator: Accelerator
     steps: int
 
 
@@ -68,17 +61,20 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
-    done = _claim_output_dir(recipe, accelerator, resume, last_step)
-    if done == last_step:
-        return Finished(done)
+    identity = Identity(
+        world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
+    )
+    claim = agree(accelerator, lambda: claim_output_dir(recipe, identity, resume, last_step))
+    if claim.is_finished:
+        return Finished(accelerator, last_step)
     _announce(world.notices, plan, task, world.engine, accelerator)
 
+    started = time.perf_counter()
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
-    stages_need_teacher = task.stages_need_teacher(accelerator, dtype)
+    stages_need_teacher = task.prepare_stages(accelerator, dtype)
     teacher = None
     if stages_need_teacher or task.needs_live_teacher:
         teacher = PLACEMENTS[recipe.teacher.placement](task.network, dtype, accelerator.device)
-    started = time.perf_counter()
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:
@@ -93,7 +89,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
     average = None if decay is None else MovingAverage(accelerator, student, decay)
-    checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep)
+    checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep, identity)
+    done = claim.steps_done
     if done:
         checkpoints.load(done, student, optimizer, average)
     loader = DataLoader(
@@ -124,6 +121,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
+        skipped_steps=claim.skipped_steps,
         stages_s=stages_s,
     )
 
@@ -139,49 +137,6 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     return plan
 
 
-def _claim_output_dir(recipe: Recipe, accelerator: Accelerator, resume: bool, last_step: int) -> int:
-    """Makes the folder ours, and says how many steps it has already done. Every rank raises what rank 0 finds."""
-
-    def claim() -> int:
-        folder = Path(recipe.output_dir)
-        if os.path.isfile(folder):
-            raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
-        held = folder / RECIPE_FILE
-        done = 0
-        for name in ("checkpoints", "student"):
-            if os.path.lexists(folder / name) and not os.path.lexists(held):
-                raise UserError(
-                    f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
-                    "folder with output_dir=..."
-                )
-        if os.path.isfile(held):
-            if not resume:
-                raise UserError(
-                    f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
-                    "with output_dir=..."
-                )
-            _check_same_recipe(_held_recipe(held), recipe)
-            done = latest_step(folder)
-            if done > last_step:
-                raise UserError(
-                    f"--resume: {folder} has done {done} steps and the recipe ends after {last_step}; raise "
-                    "train.max_steps or train.num_epochs"
-                )
-        if recipe.cache_dir is not None:
-            try:
-                Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.write_text(dump(recipe), encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-        return done
-
-    return agree(accelerator, claim)
-
-
 def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
     """Runs something on rank 0 and hands its result, or its UserError, to every rank. Communicates."""
     result: list[Any] = [None, None]
@@ -194,37 +149,6 @@ def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
     if result[1] is not None:
         raise UserError(result[1])
     return result[0]
-
-
-def _held_recipe(file: Path) -> dict[str, Any]:
-    try:
-        held = parse_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--resume: {file} is damaged ({error}); choose another output_dir") from error
-    if not isinstance(held, dict):
-        raise UserError(f"--resume: {file} is not a recipe; choose another output_dir")
-    return held
-
-
-def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
-    mine = _flat(json.loads(recipe.model_dump_json()))
-    theirs = _flat(held)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if key in MAY_CHANGE_ON_RESUME or key.split(".")[0] in SECTIONS_THAT_MAY_CHANGE_ON_RESUME:
-            continue
-        if mine.get(key) != theirs.get(key):
-            raise UserError(
-                f"--resume: {key} was {theirs.get(key)} in {recipe.output_dir} and is {mine.get(key)} now; only "
-                f"{', '.join(MAY_CHANGE_ON_RESUME)} and the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} "
-                "may change"
-            )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves
 
 
 def _announce(

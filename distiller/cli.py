@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distiller import __version__
-from distiller.errors import QualityGateError, RunError, UserError
-from distiller.process import is_main_process, prepare_environment
+from distiller.errors import AgreedError, QualityGateError, RunError, UserError
+from distiller.process import is_main_process, prepare_environment, rank
 
 EXIT_USE, EXIT_FAILED, EXIT_GATE = 2, 1, 3
 
@@ -30,8 +30,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _complain(error: Exception, code: int) -> int:
-    if is_main_process():
-        print(f"distiller: {' '.join(str(error).split())}", file=sys.stderr)
+    """One line on stderr: from rank 0 where all ranks found the same, else from the rank that failed."""
+    is_shared = isinstance(error, UserError | AgreedError)
+    if is_main_process() or not is_shared:
+        who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
+        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 
 

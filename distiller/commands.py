@@ -11,17 +11,18 @@ from typing import Any
 
 import torch
 
-from distiller.build import RECIPE_FILE, SUMMARY_FILE, Finished, build, build_task, check_run
+from distiller.build import Finished, agree, build, build_task, check_run
 from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
-from distiller.devices import best_device, quiet_libraries, teacher_dtype
+from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
 from distiller.launch import check_precision, check_request, read_launch_file, resolve_accumulation
+from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.recipe_file import load
-from distiller.tracking import GIB
-from distiller.trainer import Run
+from distiller.tracking import GIB, last_metrics
+from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
 from distiller.weights import gather_weights
 
@@ -31,19 +32,25 @@ quiet_libraries()
 
 
 def train(recipe: Recipe, resume: bool) -> None:
-    """Trains, exports the student, draws samples and writes summary.json."""
-    started = time.perf_counter()
+    """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished."""
+    started, run_dir = time.perf_counter(), Path(recipe.output_dir)
     die_with_launcher()
     run = build(recipe, resume)
     if isinstance(run, Finished):
-        print(f"{recipe.output_dir} is already finished ({run.steps} steps); nothing to do")
+        run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
+        run.accelerator.end_training()
         return
     run.tracker.start_trackers(recipe)
-    metrics = run_loop(run)
+    if run.first_step <= run.last_step:
+        outcome = run_loop(run)
+    else:
+        # The loop had ended, and what follows it was cut short.
+        metrics = agree(run.accelerator, lambda: last_metrics(run_dir))
+        outcome = Outcome(metrics, metrics["perf/samples_per_s"])
     _export(run)
-    run.task.write_samples(Path(recipe.output_dir), run.teacher, run.accelerator)
+    run.task.write_samples(run_dir, run.teacher, run.accelerator)
     if run.accelerator.is_main_process:
-        _write_summary(run, metrics, time.perf_counter() - started)
+        _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
 
 
@@ -56,19 +63,19 @@ def dry_run(recipe: Recipe) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     run = build(_shortened(recipe, folder))
     assert isinstance(run, Run)
-    metrics = run_loop(run)
+    metrics = run_loop(run).metrics
     whole = UpdatePlan(task.num_samples, *run.plan.split)
     steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
     stages_h = run.stages_s / 3600 * whole.num_samples / run.plan.num_samples
     memory = f"GPU peak {peak:.2f} GiB" if peak is not None else f"host {metrics['memory/host_rss_gib']:.2f} GiB a rank"
-    run.tracker.close()
     run.accelerator.print(
         f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
         f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
     )
-    run.accelerator.wait_for_everyone()
-    if run.accelerator.is_main_process:
+    is_main = run.accelerator.is_main_process
+    _leave(run)
+    if is_main:
         shutil.rmtree(folder)
 
 
@@ -140,7 +147,9 @@ def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) ->
 def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
     if not os.path.isfile(run_dir / RECIPE_FILE):
         raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
-    return load(str(run_dir / RECIPE_FILE), overrides)
+    recipe = load(str(run_dir / RECIPE_FILE), overrides)
+    set_tf32(recipe.train.tf32)
+    return recipe
 
 
 def _export(run: Run) -> None:
@@ -157,11 +166,11 @@ def _export(run: Run) -> None:
     run.accelerator.wait_for_everyone()
 
 
-def _write_summary(run: Run, metrics: dict[str, Any], wall_s: float) -> None:
+def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
     summary = {
         "steps": run.last_step,
-        "final_loss": metrics["loss"],
-        "samples_per_s": metrics["perf/samples_per_s"],
+        "final_loss": outcome.metrics["loss"],
+        "samples_per_s": outcome.samples_per_s,
         "placement": run.recipe.teacher.placement,
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,

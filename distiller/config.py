@@ -103,6 +103,11 @@ class Sampling(Section):
     guidance_scale: PositiveFloat = Field(1.0, description="of the teacher; 1 = none, one forward pass a step")
     guidance_scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as above")
 
+    @property
+    def scales(self) -> tuple[float, float]:
+        """Guidance scales of the first and the second expert."""
+        return self.guidance_scale, self.guidance_scale_2 or self.guidance_scale
+
 
 class Rollout(Section):
     """The stage in which the teacher draws its own samples from the prompts."""
@@ -211,7 +216,7 @@ class Evaluation(Section):
     judge: Literal["none", "digits"] = "none"
     num_samples: Positive = Field(100, description="drawings of each of teacher and student")
     batch_size: Positive = 50
-    sample_prompts: tuple[str, ...] = Field((), description="for samples.png; empty = the first eight of the data")
+    sample_prompts: tuple[str, ...] = Field((), description="for samples.png, ten at most; empty = the data's first")
     min_recognised: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         None, description="quality gate: exit 3 below it"
     )

@@ -30,6 +30,14 @@ def teacher_dtype(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+def set_tf32(allowed: bool) -> None:
+    """Whether float32 products may use TF32 on a GPU.
+
+    Torch allows it in convolutions unless told otherwise: float32 on a GPU would not be float32 on a CPU.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
+
+
 def quiet_libraries() -> None:
     """Turns the libraries' own progress bars off (ours says what runs), and DeepSpeed's notice that there is no GPU."""
     diffusers.utils.logging.disable_progress_bar()

@@ -16,6 +16,10 @@ class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1."""
 
 
+class AgreedError(RunError):
+    """A failure that every rank raises together; rank 0 alone says it."""
+
+
 class QualityGateError(RunError):
     """A figure that the recipe demands was not reached. The command line exits with 3."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from accelerate.utils import (
 )
 
 from distiller.config import Recipe
-from distiller.devices import has_bfloat16
+from distiller.devices import has_bfloat16, set_tf32
 from distiller.errors import UserError
 from distiller.process import launcher_arguments, world_size
 
@@ -61,13 +61,20 @@ def requested_launch() -> LaunchRequest | None:
     if arguments is None:
         return None
     args = launch_command_parser().parse_args(arguments)
+    # As in Accelerate: flags win over the file, and --cpu alone ignores a default file.
+    flags = {"DEEPSPEED": args.use_deepspeed, "FSDP": args.use_fsdp, "MULTI_GPU": args.multi_gpu}
+    flagged = next((kind for kind, is_set in flags.items() if is_set), None)
     file = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if file is None:
-        kind = (
-            "DEEPSPEED" if args.use_deepspeed else "FSDP" if args.use_fsdp else "MULTI_GPU" if args.multi_gpu else "NO"
-        )
-        return LaunchRequest("accelerate launch", args.num_processes or world_size(), kind, args.cpu, "no")
-    return read_launch_file(Path(file), args.num_processes)
+        processes, precision = args.num_processes or world_size(), args.mixed_precision or "no"
+        return LaunchRequest("accelerate launch", processes, flagged or "NO", args.cpu, precision)
+    request = read_launch_file(Path(file), args.num_processes)
+    return replace(
+        request,
+        distributed_type=flagged or request.distributed_type,
+        use_cpu=args.cpu or request.use_cpu,
+        mixed_precision=args.mixed_precision or request.mixed_precision,
+    )
 
 
 def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequest:
@@ -188,8 +195,7 @@ def open_world(recipe: Recipe) -> World:
         ),
         kwargs_handlers=handlers,
     )
-    # Torch allows TF32 in convolutions unless told otherwise: float32 on a GPU would not be float32 on a CPU.
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = recipe.train.tf32
+    set_tf32(recipe.train.tf32)
     engine = engine_name(accelerator)
     if accelerator.num_processes != world_size():
         raise UserError(f"{world_size()} processes were launched and each sees {accelerator.num_processes}")

@@ -12,9 +12,14 @@ from pathlib import Path
 import psutil
 
 
+def rank() -> int:
+    """This process's number among all, also before there is a process group."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def is_main_process() -> bool:
-    """Rank 0, also before there is a process group."""
-    return os.environ.get("RANK", "0") == "0"
+    """Whether this is rank 0."""
+    return rank() == 0
 
 
 def world_size() -> int:

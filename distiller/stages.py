@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
+import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock
 
 KEY_FILE = "key.json"
 
@@ -42,19 +44,26 @@ class Stage:
         """Whether the result can be read."""
         return (self.folder / KEY_FILE).is_file()
 
+    def make_once(self, is_maker: bool, make: Callable[[], None]) -> None:
+        """Lets one process make the result if it is missing; the others wait for its file.
+
+        No collective is involved that could time out, however long it takes. Another run that makes the same result,
+        or another node on the same file system, waits for its lock and finds it made.
+        """
+        if is_maker and not self.is_complete:
+            self.parent.mkdir(parents=True, exist_ok=True)
+            with FileLock(self.folder.with_name(f".{self.folder.name}.lock")):
+                if not self.is_complete:
+                    make()
+        self.wait()
+
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
-        try:
-            os.replace(self.partial, self.folder)
-        except OSError:
-            # Another node on the same file system was faster with the same content.
-            if not self.is_complete:
-                raise
-            shutil.rmtree(self.partial)
+        os.replace(self.partial, self.folder)
 
     def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until another process has finished; no collective is involved that could time out."""
+        """Waits until another process has finished."""
         while not self.is_complete:
             time.sleep(poll_s)
 
@@ -65,10 +74,17 @@ def digest_of(value: Any) -> str:
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """The digest of the files' names and whole contents, in sorted order."""
+    """The digest of the files' names and whole contents, in sorted order.
+
+    A file of the hub's cache is named by its content already: the link's target says it without reading the file.
+    """
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
-        with file.open("rb") as stream:
-            content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        blob = file.resolve().name
+        if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
+            content = blob
+        else:
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
         total.update(f"{file.name}:{content};".encode())
     return total.hexdigest()

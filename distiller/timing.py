@@ -24,6 +24,7 @@ class StepTimer:
         self._host_s: dict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._steps, self._started = 0, time.perf_counter()
+        self._windows: list[tuple[int, float]] = []
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -44,16 +45,22 @@ class StepTimer:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Mean milliseconds a step, of the whole step and of each part; starts anew. Call after a synchronisation."""
+        """Mean milliseconds a step, whole and by part. Call after a synchronisation; then `restart`."""
         totals = {name: 1e3 * self._host_s[name] for name in PARTS}
         for name, begin, end in self._events:
             totals[name] += begin.elapsed_time(end)
-        steps, now = max(self._steps, 1), time.perf_counter()
-        report = {
-            "step": 1e3 * (now - self._started) / steps,
-            **{name: total / steps for name, total in totals.items()},
-        }
+        steps, elapsed_s = max(self._steps, 1), time.perf_counter() - self._started
+        self._windows.append((steps, elapsed_s))
+        report = {"step": 1e3 * elapsed_s / steps, **{name: total / steps for name, total in totals.items()}}
         self._host_s.clear()
         self._events.clear()
-        self._steps, self._started = 0, now
         return report
+
+    def restart(self) -> None:
+        """Begins a window: what lay between `read` and here (logging, a checkpoint) is in none."""
+        self._steps, self._started = 0, time.perf_counter()
+
+    def mean_step_s(self) -> float:
+        """Seconds a step over all windows that were read, but for the first, which warms up, if there are others."""
+        windows = self._windows[1:] or self._windows
+        return sum(elapsed_s for _, elapsed_s in windows) / sum(steps for steps, _ in windows)

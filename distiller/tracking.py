@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -60,9 +61,11 @@ class Tracker:
         """Appends one line to metrics.jsonl, hands the numbers to the trackers and shows the main ones."""
         if self._bar is None:
             return
+        # JSON has no infinity: an fp16 overflow's gradient norm is null.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in metrics.items()}
         with self._file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(metrics) + "\n")
-        numbers = {name: value for name, value in metrics.items() if value is not None and name != "step"}
+            stream.write(json.dumps(finite, allow_nan=False) + "\n")
+        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         self._accelerator.log(numbers, step=metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
         if self._is_terminal:
@@ -94,6 +97,11 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
         "V100": 125e12,
     }
     return next((value for mark, value in sheet.items() if mark in name), None)
+
+
+def last_metrics(run_dir: Path) -> dict[str, Any]:
+    """The newest line of a run's metrics.jsonl."""
+    return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
 
 
 def _has_wandb_key() -> bool:

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 from distiller.checkpoint import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
-from distiller.errors import RunError
+from distiller.errors import AgreedError
 from distiller.optim import learning_rate, set_learning_rate
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Teacher
@@ -46,14 +46,26 @@ class Run:
     tracker: Tracker
     first_step: int
     last_step: int
+    skipped_steps: int
     stages_s: float
 
 
-def train(run: Run) -> dict[str, Any]:
-    """Trains from `first_step` to `last_step` and returns the last logged metrics."""
+@dataclass(frozen=True)
+class Outcome:
+    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones."""
+
+    metrics: dict[str, Any]
+    samples_per_s: float
+
+
+def train(run: Run) -> Outcome:
+    """Trains from `first_step` to `last_step`, of which there is at least one."""
     task, accelerator, recipe = run.task, run.accelerator, run.recipe
     loader, timer, metrics = iter(run.loader), StepTimer(accelerator.device), {}
-    skipped_steps = 0
+    if accelerator.device.type == "cuda":
+        # The peak is the loop's own: text encoder and rollout are gone by now.
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    skipped_steps, num_bad = run.skipped_steps, torch.zeros((), device=accelerator.device)
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -63,27 +75,29 @@ def train(run: Run) -> dict[str, Any]:
         with timer.part("teacher"):
             targets = _ask_teacher(run, batches)
         if step == run.first_step:
-            _check_finite(targets)
+            _check_finite(run, targets)
 
         set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
         with timer.part("student"):
-            losses = [
-                _forward_backward(run, batch, target, count) for batch, target in zip(batches, targets, strict=True)
-            ]
+            pairs = zip(batches, targets, strict=True)
+            losses = [_forward_backward(run, batch, target, count) for batch, target in pairs]
 
         with timer.part("optimizer"):
-            gradient_norm = accelerator.clip_grad_norm_(
-                run.student.parameters(), recipe.optim.max_grad_norm or math.inf
-            )
+            limit = recipe.optim.max_grad_norm or math.inf
+            gradient_norm = accelerator.clip_grad_norm_(run.student.parameters(), limit)
+            scale = _loss_scale(run)
             run.optimizer.step()
             run.optimizer.zero_grad()
             if run.average is not None:
                 run.average.update(run.student)
-        skipped_steps += int(bool(accelerator.optimizer_step_was_skipped))
+        skipped_steps += _was_skipped(run, scale)
+        num_bad += _is_bad(run, losses, gradient_norm)
 
         timer.end_step()
         run.tracker.advance()
-        if step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step):
+        is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
+        is_saved = _is_checkpoint_step(run, step)
+        if is_logged:
             metrics = {
                 "step": step,
                 "epoch": run.plan.epoch_of(step - 1),
@@ -96,19 +110,22 @@ def train(run: Run) -> dict[str, Any]:
                 **_performance(run, timer.read(), batches),
             }
             run.tracker.log(metrics)
-            if not math.isfinite(metrics["loss"]):
-                raise RunError(
-                    f"the loss is {metrics['loss']} at step {step}; lower optim.lr or set optim.max_grad_norm"
-                )
-        if _is_checkpoint_step(run, step):
-            run.checkpoints.save(step, run.student, run.optimizer, run.average)
-    return metrics
+        if is_logged or is_saved:
+            _check_health(run, step, num_bad)
+        if is_saved:
+            run.checkpoints.save(step, run.student, run.optimizer, run.average, skipped_steps)
+        if is_logged:
+            timer.restart()
+    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
 
 
 def _global_count(run: Run, batches: Sequence[Any]) -> Tensor:
     """The update's count over micro-batches and ranks, known before the first backward: under DeepSpeed that steps."""
-    count = torch.tensor(float(sum(run.task.count(batch) for batch in batches)), device=run.accelerator.device)
-    return run.accelerator.reduce(count, "sum")  # type: ignore[return-value]
+    # full, not tensor: a copy from the host would wait for all work that is queued on the GPU.
+    own = float(sum(run.task.count(batch) for batch in batches))
+    count = run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum")
+    assert isinstance(count, Tensor)
+    return count
 
 
 def _ask_teacher(run: Run, batches: Sequence[Any]) -> list[Outputs] | list[None]:
@@ -117,13 +134,14 @@ def _ask_teacher(run: Run, batches: Sequence[Any]) -> list[Outputs] | list[None]
     return run.teacher.predict([run.task.request(batch) for batch in batches])
 
 
-def _check_finite(targets: Sequence[Outputs | None]) -> None:
-    for outputs in targets:
-        for name, value in (outputs or {}).items():
-            if not bool(torch.isfinite(value).all()):
-                raise RunError(
-                    f"the teacher's {name} is not finite; try teacher.dtype=float32 (or bfloat16, not float16)"
-                )
+def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
+    """The teacher's first outputs are finite on every rank, or every rank stops. Communicates."""
+    names = sorted({name for outputs in targets for name in outputs or {}})
+    for name in names:
+        bad = sum((~torch.isfinite(outputs[name])).sum() for outputs in targets if outputs)
+        total = run.accelerator.reduce(torch.as_tensor(bad, dtype=torch.float32), "sum")
+        if float(total) > 0:  # type: ignore[arg-type]
+            raise AgreedError(f"the teacher's {name} is not finite; try teacher.dtype float32, or bfloat16 for float16")
 
 
 def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:
@@ -135,6 +153,34 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
         scale = accelerator.num_processes * run.plan.accumulation_steps
         accelerator.backward(loss.total / count * scale)
     return LossSum(loss.total.detach(), loss.terms)
+
+
+def _is_bad(run: Run, losses: Sequence[LossSum], gradient_norm: Any) -> Tensor:
+    """1 where this update's loss or gradient is not finite, as a tensor that nobody waits for.
+
+    An infinite gradient in fp16 is the scaler's everyday business: it skips the step.
+    """
+    total = torch.stack([loss.total for loss in losses]).sum()
+    if gradient_norm is not None and run.mixed_precision != "fp16":
+        total = total + gradient_norm
+    return (~torch.isfinite(total)).float()
+
+
+def _check_health(run: Run, step: int, num_bad: Tensor) -> None:
+    """Ends the run, on every rank, before a broken student replaces a good checkpoint. Communicates."""
+    total = run.accelerator.reduce(num_bad, "sum")
+    if float(total) > 0:  # type: ignore[arg-type]
+        raise AgreedError(
+            f"a loss or gradient up to step {step} is not finite; lower optim.lr, set optim.max_grad_norm, or continue "
+            "from the last checkpoint with --resume"
+        )
+
+
+def _was_skipped(run: Run, scale_before: float | None) -> int:
+    """Whether the scaler skipped the step. Fused AdamW is always called, so Accelerate's own flag never shows it."""
+    if run.accelerator.scaler is not None and scale_before is not None:
+        return int(float(run.accelerator.scaler.get_scale()) < scale_before)
+    return int(bool(run.accelerator.optimizer_step_was_skipped))
 
 
 def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[str, float]:

@@ -16,7 +16,7 @@ def full_weights(accelerator: Accelerator, student: nn.Module) -> Iterator[tuple
     Under ZeRO the float32 masters are gathered parameter by parameter: every rank iterates to the end. A tensor is only
     valid until the next one is asked for.
     """
-    module = accelerator.unwrap_model(student)
+    module = accelerator.unwrap_model(student, keep_torch_compile=False)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         yield from _deepspeed_parameters(module)
     else:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from distiller import draws
-from distiller.checkpoint import Checkpoints
+from distiller.checkpoint import Checkpoints, Identity
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.optim import build_optimizer
@@ -58,9 +58,10 @@ class TokenTask(Task[Batch, Any]):
     """Mean squared error per token, averaged over all tokens of the update."""
 
     num_samples = 16
+    data_digest = "toy"
     needs_live_teacher = True
 
-    def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         return False
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
@@ -151,10 +152,11 @@ def build_toy_run(recipe: Recipe, accumulation_steps: int = 1) -> Run:
             batch_sampler=RankSampler(plan, accelerator.process_index, 0, last_step),
             collate_fn=task.collate,
         ),
-        checkpoints=Checkpoints(Path(recipe.output_dir), accelerator, 1),
+        checkpoints=Checkpoints(Path(recipe.output_dir), accelerator, 1, Identity("single", 1, 8, 16, "toy")),
         tracker=Tracker(recipe, accelerator, 1, last_step),
         first_step=1,
         last_step=last_step,
+        skipped_steps=0,
         stages_s=0.0,
     )
 

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from distiller.data.prompts import read_prompts
+from distiller.data.prompts import read_numbered_prompts
 from distiller.errors import UserError
 
 PROMPTS_FILE = "prompts.txt"
@@ -34,7 +34,7 @@ class LatentStore:
                 f"data.path: {folder} is not a folder; data.kind=latents needs one with {PROMPTS_FILE} and safetensors"
             )
         self.folder = folder
-        self.prompts = read_prompts(folder / PROMPTS_FILE)
+        self.prompts = read_numbered_prompts(folder / PROMPTS_FILE)
         self._files = sorted(folder.glob("*.safetensors"))
         if not self._files:
             raise UserError(f"data.path: {folder} holds no .safetensors file; put the tensor 'latents' into one")

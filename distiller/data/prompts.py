@@ -14,6 +14,26 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         UserError: the file is missing, not UTF-8, or holds no prompt.
     """
+    prompts = [line for line in _read_lines(path) if line]
+    if not prompts:
+        raise UserError(f"data.path: {path} holds no prompt; write one a line (blank lines are skipped)")
+    return prompts
+
+
+def read_numbered_prompts(path: Path) -> list[str]:
+    """Reads a prompt file whose lines others refer to by number: a blank line is an error, but for those at the end."""
+    lines = _read_lines(path)
+    while lines and not lines[-1]:
+        lines.pop()
+    if not lines:
+        raise UserError(f"data.path: {path} holds no prompt; write one a line")
+    if "" in lines:
+        number = lines.index("") + 1
+        raise UserError(f"data.path: {path} line {number} is blank, and latents count lines; fill or remove it")
+    return lines
+
+
+def _read_lines(path: Path) -> list[str]:
     if os.path.isdir(path):
         raise UserError(
             f"data.path: {path} is a folder; give a text file with one prompt a line, or set data.kind to images or "
@@ -30,8 +50,4 @@ def read_prompts(path: Path) -> list[str]:
     if "\0" in text:
         raise UserError(f"data.path: {path} holds NUL characters, so it is not UTF-8 text; save it as UTF-8")
     # Only newlines end a prompt: str.splitlines would also cut at U+2028, form feeds and other separators.
-    prompts = [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]
-    prompts = [prompt for prompt in prompts if prompt]
-    if not prompts:
-        raise UserError(f"data.path: {path} holds no prompt; write one a line (blank lines are skipped)")
-    return prompts
+    return [line.strip() for line in text.replace("\r\n", "\n").replace("\r", "\n").split("\n")]

@@ -40,13 +40,16 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     num_samples: int
     """Samples an epoch, known before any weight is read."""
 
+    data_digest: str
+    """Changes when the data's prompts do: a resumed run must go on with the same."""
+
     @property
     @abstractmethod
     def needs_live_teacher(self) -> bool:
         """Whether the loop asks the teacher for predictions."""
 
     @abstractmethod
-    def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.
 
         Communicates. `dtype` is the teacher's.

@@ -18,6 +18,7 @@ from distiller.devices import teacher_dtype
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
+from distiller.stages import digest_of
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.replicated import ReplicatedTeacher
@@ -54,6 +55,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         check_judge(recipe)
         self._source = Source(recipe, self.files, self.network, self._latent_shape)
         self.num_samples = self._source.num_samples
+        self.data_digest = digest_of(self._source.prompts)
         self._feature_names = tuple(f"{FEATURES}{number}" for number in self._task.losses.features.teacher_blocks)
 
     @property
@@ -61,7 +63,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
-    def stages_need_teacher(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         return self._source.prepare(accelerator, dtype)
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
@@ -114,7 +116,8 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
     ) -> LossSum:
         prediction, features = student_outputs
         losses, terms = self._task.losses, {}
-        total = prediction.new_zeros((), dtype=torch.float32)
+        # Every output takes part, if with weight 0: DDP waits for the gradient of every parameter.
+        total = 0.0 * prediction.float().sum()
         if losses.prediction.weight:
             target = self._target(teacher_outputs, batch)
             per_sample = (

@@ -52,7 +52,7 @@ class DiffusionBatch:
 
 
 def collate(samples: Sequence[DiffusionSample], task: DiffusionTask, network: WanNetwork) -> DiffusionBatch:
-    """Stacks samples on the CPU; text is padded to the longest prompt of the batch and one zero row."""
+    """Stacks samples on the CPU; text is padded to the batch's longest prompt and two zero rows."""
     timesteps = torch.tensor([sample.timestep for sample in samples], dtype=torch.float32)
     sigmas = torch.tensor([sample.sigma for sample in samples], dtype=torch.float32)
     length, weighting = task.max_sequence_length, task.timesteps.weighting

@@ -21,7 +21,7 @@ Predict = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass
 class Trajectory:
-    """One batch's way from noise to sample. `points[s]` and `predictions[s]` belong to `timesteps[s]`."""
+    """One batch's way from noise to sample. `points[s]` and `predictions[s]` (on the CPU) belong to `timesteps[s]`."""
 
     latents: Tensor
     timesteps: Tensor
@@ -54,8 +54,8 @@ def draw(predict: Predict, scheduler: Any, noise: Tensor, num_steps: int, keep_p
         for timestep in scheduler.timesteps:
             prediction = predict(trajectory.latents, timestep)
             if keep_points:
-                trajectory.points.append(trajectory.latents)
-                trajectory.predictions.append(prediction.float())
+                trajectory.points.append(trajectory.latents.cpu())
+                trajectory.predictions.append(prediction.float().cpu())
             trajectory.latents = scheduler.step(prediction, timestep, trajectory.latents, return_dict=False)[0]
     return trajectory
 

@@ -143,15 +143,15 @@ def _teacher_trajectory(
 ) -> Tensor:
     """The teacher's latents; what the student predicts at each of its points goes into `errors`."""
     sampling, count = recipe.sampling, len(conditions.noise)
-    scales = (sampling.guidance_scale, sampling.guidance_scale_2 or sampling.guidance_scale)
-    predict = guided_predictor(teacher, network, range(count), conditions.text, conditions.negative_text, scales)
+    text, negative_text = conditions.text, conditions.negative_text
+    predict = guided_predictor(teacher, network, range(count), text, negative_text, sampling.scales)
     trajectory = draw(predict, load_scheduler(files), conditions.noise, sampling.num_inference_steps, keep_points=True)
     student_predict = student_predictor(student, conditions, student_scale(recipe))
     with torch.no_grad():
         for step, timestep in enumerate(trajectory.timesteps):
-            ours = student_predict(trajectory.points[step], timestep)
+            ours = student_predict(trajectory.points[step].to(timestep.device), timestep)
             is_last = step == len(trajectory.timesteps) - 1
-            errors.add(timestep.item(), ours, trajectory.predictions[step], is_last)
+            errors.add(timestep.item(), ours.cpu(), trajectory.predictions[step], is_last)
     return trajectory.latents
 
 

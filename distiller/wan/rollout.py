@@ -57,7 +57,7 @@ class RolloutPlan:
     @property
     def num_forwards(self) -> int:
         """Network passes over one sample."""
-        passes = 2 if self.recipe.sampling.guidance_scale > 1 else 1
+        passes = 2 if max(self.recipe.sampling.scales) > 1 else 1
         return self.num_samples * self.recipe.sampling.num_inference_steps * passes
 
     def stage(self, files: WanFiles, text_stage: Stage, dtype: torch.dtype) -> Stage:
@@ -66,8 +66,9 @@ class RolloutPlan:
             "teacher": files.digest(*files.transformer_configs),
             "scheduler": files.scheduler_config,
             "boundary_ratio": files.boundary_ratio,
-            "text": dict(text_stage.key),
+            "text": {name: value for name, value in text_stage.key.items() if name != "prompts"},
             "prompts": digest_of(list(self.prompts)),
+            "tf32": self.recipe.train.tf32,
             "dtype": str(dtype),
             "quantization": self.recipe.teacher.quantization,
             "sampling": self.recipe.sampling.model_dump(mode="json"),
@@ -160,7 +161,7 @@ def _draw_shard(
         sample_ids,
         text.batch(prompt_index).to(device),
         text.batch([negative_prompt_index]).to(device),
-        (sampling.guidance_scale, sampling.guidance_scale_2 or sampling.guidance_scale),
+        sampling.scales,
     )
     trajectory = draw(predict, scheduler, noise, sampling.num_inference_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)

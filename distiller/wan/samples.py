@@ -55,8 +55,7 @@ def draw_teacher(
 ) -> Tensor:
     """The teacher's latents [B, C, F, H, W]; may communicate, as its placement does."""
     sampling, ids = recipe.sampling, range(len(conditions.noise))
-    scales = (sampling.guidance_scale, sampling.guidance_scale_2 or sampling.guidance_scale)
-    predict = guided_predictor(teacher, network, ids, conditions.text, conditions.negative_text, scales)
+    predict = guided_predictor(teacher, network, ids, conditions.text, conditions.negative_text, sampling.scales)
     return draw(predict, load_scheduler(files), conditions.noise, sampling.num_inference_steps).latents
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from distiller import draws
@@ -24,7 +23,7 @@ from distiller.wan.noising import NoisedData
 from distiller.wan.pipeline import WanFiles
 from distiller.wan.rollout import RolloutPlan, roll_out
 from distiller.wan.samples import Conditions
-from distiller.wan.text import TextStore, encode_prompts, text_stage
+from distiller.wan.text import TextStore, encode_prompts, pad_text, text_stage
 from distiller.wan.vae import encode_images
 
 
@@ -51,22 +50,20 @@ class Source:
             store = LatentStore(path)
             self._check_shape(store)
             self.prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
-        extra = (recipe.task.guidance.negative_prompt, "", *recipe.evaluation.sample_prompts)
-        self._texts = list(dict.fromkeys([*self.prompts, *extra]))
+        self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
 
     def prepare(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
         recipe, files = self._recipe, self._files
-        length, folder = recipe.task.max_sequence_length, recipe.stages_dir
-        stage = _on_main(accelerator, lambda: text_stage(files, self._texts, length, dtype, folder))
-        _once_a_node(accelerator, stage, lambda: encode_prompts(stage, files, self._texts, dtype, accelerator.device))
-        self._text_stage = stage
+        self._text_stage = self._encode(accelerator, self._texts, dtype)
+        # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
+        self._sample_stage = self._encode(accelerator, list(recipe.evaluation.sample_prompts) or [""], dtype)
         self._rollout_stage: Stage | None = None
         if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
             return False
         plan = self._plan()
-        self._rollout_stage = _on_main(accelerator, lambda: plan.stage(files, self._text_stage, dtype))
+        self._rollout_stage = plan.stage(files, self._text_stage, dtype)
         if self._rollout_stage.is_complete:
             accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
         return not self._rollout_stage.is_complete
@@ -87,12 +84,12 @@ class Source:
         )
 
     def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> Conditions:
-        """What these (encoded) prompts are drawn from; the noise is that of the rollout's samples of these ids."""
+        """What prompts of the data or the recipe are drawn from; the noise is that of the rollout's samples."""
         noise = [draws.noise(self._recipe.seed, 0, i, self._latent_shape, "rollout") for i in sample_ids]
         negative_row = self._row[self._recipe.task.guidance.negative_prompt]
         return Conditions(
             noise=torch.stack(noise).to(device),
-            text=self._text.batch([self._row[prompt] for prompt in prompts]).to(device),
+            text=pad_text([self._text_of(prompt) for prompt in prompts], self._text.max_sequence_length).to(device),
             negative_text=self._text.batch([negative_row]).to(device),
         )
 
@@ -103,6 +100,18 @@ class Source:
     def prompt_of(self, sample_id: int) -> str:
         """The prompt of a sample."""
         return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
+
+    def _text_of(self, prompt: str) -> Tensor:
+        if prompt in self._row:
+            return self._text[self._row[prompt]]
+        return TextStore(self._sample_stage)[self._recipe.evaluation.sample_prompts.index(prompt)]
+
+    def _encode(self, accelerator: Accelerator, texts: list[str], dtype: torch.dtype) -> Stage:
+        recipe, files, device = self._recipe, self._files, accelerator.device
+        length, tf32 = recipe.task.max_sequence_length, recipe.train.tf32
+        stage = text_stage(files, texts, length, dtype, tf32, recipe.stages_dir)
+        stage.make_once(accelerator.is_local_main_process, lambda: encode_prompts(stage, files, texts, dtype, device))
+        return stage
 
     def _open_latents(self, accelerator: Accelerator, teacher: Teacher | None) -> LatentStore | None:
         recipe = self._recipe
@@ -122,18 +131,17 @@ class Source:
     def _encode_images(self, accelerator: Accelerator) -> Stage:
         files, images, size = self._files, self._images, (self._recipe.task.height, self._recipe.task.width)
 
-        def stage() -> Stage:
-            key = {
-                "vae": files.digest("vae"),
-                "images": digest_files(file for file, _ in images),
-                "order": [[file.name, caption] for file, caption in images],
-                "size": size,
-            }
-            return Stage("images", key, self._recipe.stages_dir)
-
-        found = _on_main(accelerator, stage)
-        _once_a_node(accelerator, found, lambda: encode_images(found, images, files, *size, accelerator.device))
-        return found
+        key = {
+            "vae": files.digest("vae"),
+            "images": digest_files(file for file, _ in images),
+            "order": [[file.name, caption] for file, caption in images],
+            "size": size,
+            "tf32": self._recipe.train.tf32,
+        }
+        stage = Stage("images", key, self._recipe.stages_dir)
+        make = partial(encode_images, stage, images, files, *size, accelerator.device)
+        stage.make_once(accelerator.is_local_main_process, make)
+        return stage
 
     def _plan(self) -> RolloutPlan:
         return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe)
@@ -144,17 +152,3 @@ class Source:
                 f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
                 f"for {list(self._latent_shape)}; change one of them"
             )
-
-
-def _on_main(accelerator: Accelerator, make: Callable[[], Stage]) -> Stage:
-    """What rank 0 makes, on every rank: digests of large files are computed once. Communicates."""
-    made: list[Any] = [make() if accelerator.is_main_process else None]
-    broadcast_object_list(made)
-    return made[0]
-
-
-def _once_a_node(accelerator: Accelerator, stage: Stage, make: Callable[[], None]) -> None:
-    """Lets one process of each node make a missing stage; the others wait for its file, not in a collective."""
-    if not stage.is_complete and accelerator.is_local_main_process:
-        make()
-    stage.wait()

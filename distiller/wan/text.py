@@ -11,21 +11,23 @@ from diffusers.utils import is_ftfy_available
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from distiller.stages import Stage, digest_of
 from distiller.wan.pipeline import WanFiles
-from distiller.wan.short_text import trim_padding
+from distiller.wan.short_text import NUM_KEPT_ROWS, trim_padding
 
 EMBEDS_FILE = "embeds.safetensors"
 
 
 def text_stage(
-    files: WanFiles, prompts: Sequence[str], max_sequence_length: int, dtype: torch.dtype, parent: Path
+    files: WanFiles, prompts: Sequence[str], max_sequence_length: int, dtype: torch.dtype, tf32: bool, parent: Path
 ) -> Stage:
     """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
     key = {
         "text_encoder": files.digest("text_encoder", "tokenizer"),
         "dtype": str(dtype),
+        "tf32": tf32,
         "max_sequence_length": max_sequence_length,
         "prompts": digest_of(list(prompts)),
         "cleaned_by_ftfy": is_ftfy_available(),
@@ -45,7 +47,8 @@ def encode_prompts(
     pipeline = load_text_encoder(files, dtype, device)
     rows, lengths = [], []
     with torch.no_grad():
-        for start in range(0, len(prompts), batch_size):
+        starts = range(0, len(prompts), batch_size)
+        for start in tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False):
             embeds = embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"])
             for row in embeds:
                 length = int((row != 0).any(-1).sum())
@@ -74,7 +77,7 @@ def load_text_encoder(files: WanFiles, dtype: torch.dtype, device: torch.device)
 
 
 def embed(pipeline: WanPipeline, prompts: Sequence[str], max_sequence_length: int) -> Tensor:
-    """The prompts' embeddings [B, max(n) + 1, D] as the pipeline makes them, without its surplus zero rows."""
+    """The prompts' embeddings [B, max(n) + 2, D] as the pipeline makes them, without its surplus zero rows."""
     embeds, _ = pipeline.encode_prompt(
         list(prompts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
     )
@@ -106,9 +109,9 @@ class TextStore:
 
 
 def pad_text(texts: Sequence[Tensor], max_sequence_length: int) -> Tensor:
-    """Stacks [n_i, D] texts to [B, min(max(n) + 1, max_sequence_length), D]; the zero rows stand for all the padding
+    """Stacks [n_i, D] texts to [B, min(max(n) + 2, max_sequence_length), D]; the zero rows stand for all the padding
     that the pipeline would add (`distiller.wan.short_text` weighs them so)."""
-    length = min(max(len(text) for text in texts) + 1, max_sequence_length)
+    length = min(max(len(text) for text in texts) + NUM_KEPT_ROWS, max_sequence_length)
     padded = texts[0].new_zeros(len(texts), length, texts[0].shape[-1])
     for row, text in zip(padded, texts, strict=True):
         row[: len(text)] = text

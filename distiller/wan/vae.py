@@ -10,11 +10,15 @@ import torch
 from diffusers import AutoencoderKLWan
 from safetensors.torch import save_file
 from torch import Tensor
+from tqdm import tqdm
 
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
 from distiller.stages import Stage
 from distiller.wan.pipeline import WanFiles
+
+MAX_POSITIONS = 4096
+"""Latent positions that are decoded at once: one 512 x 512 picture."""
 
 
 class Vae:
@@ -38,7 +42,11 @@ class Vae:
             return (posterior.mode() - self._mean) / self._std
 
     def decode(self, latents: Tensor) -> np.ndarray:
-        """Normalised latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]."""
+        """Normalised latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]; a few at a time, since pixels take memory."""
+        positions = latents[0, 0].numel()
+        return np.concatenate([self._decode(part) for part in latents.split(max(1, MAX_POSITIONS // positions))])
+
+    def _decode(self, latents: Tensor) -> np.ndarray:
         with torch.no_grad():
             video = self._model.decode(latents.to(self._device) * self._std + self._mean, return_dict=False)[0]
         video = (video / 2 + 0.5).clamp(0, 1)
@@ -57,7 +65,8 @@ def encode_images(
     """Encodes images into a latent store and finishes the stage. Called by one process of a node."""
     vae = Vae(files, device)
     stage.partial.mkdir(parents=True, exist_ok=True)
-    for first in range(0, len(images), batch_size):
+    starts = range(0, len(images), batch_size)
+    for first in tqdm(starts, desc="encode images", unit="batch", dynamic_ncols=True, leave=False):
         part = range(first, min(first + batch_size, len(images)))
         pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
         tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}

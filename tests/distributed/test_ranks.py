@@ -45,7 +45,7 @@ def roll_out(recipe: dict) -> bool:
 
     parsed = parse(recipe)
     task, world = build_task(parsed), open_world(parsed)
-    needed = task.stages_need_teacher(world.accelerator, torch.float32)
+    needed = task.prepare_stages(world.accelerator, torch.float32)
     teacher = PLACEMENTS["replicated"](task.network, torch.float32, world.accelerator.device)
     data = task.run_stages(world.accelerator, teacher)
     assert len(data) == 27

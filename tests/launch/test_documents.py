@@ -27,12 +27,13 @@ COMMAND_TIMEOUT_S = 150
 # Console blocks by the first line: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
     "README.md": [
+        "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
         "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
         "scripts/test.sh",
     ],
     "engines.md": [
-        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train X"
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my-wan.yaml"
     ],
     "getting-started.md": ["source .venv/bin/activate"],
 }
@@ -45,6 +46,7 @@ SHORTER_RECIPE: dict[str, Any] = {
     "sampling.num_inference_steps": 4,
     "evaluation.num_samples": 10,
     "evaluation.batch_size": 10,
+    "tracking.trackers": [],
 }
 SHORTER_WORDS = {
     "train.max_steps=2400": "train.max_steps=6",
@@ -210,6 +212,21 @@ def test_recipe_keys_that_are_named_exist(document):
     named = re.findall(rf"(?<![\w./-])((?:{tops})(?:\.[a-z_0-9]+)+)", document.read_text(encoding="utf-8"))
     named = [name for name in named if not re.search(rf"\.{SUFFIXES}$", name)]
     assert not sorted({name for name in named if name not in keys})
+
+
+def test_quoted_messages_are_the_programs():
+    """The table of symptoms quotes messages; numbers and names in them stand for what the code puts in."""
+    files = (file.read_text(encoding="utf-8") for file in (ROOT / "distiller").rglob("*.py"))
+    source = _without_values(re.sub(r'"\n\s*f?"', "", "\n".join(files)))
+    rows = re.findall(
+        r'^\| "([^"]+)"', (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert rows
+    assert not [row for row in rows if _without_values(row) not in source]
+
+
+def _without_values(text: str) -> str:
+    return re.sub(r"\{[^{}]*\}|\b\d+\b|\bN\b|(?<=the teacher's )prediction", "#", text)
 
 
 def test_the_page_of_keys_is_the_recipes():

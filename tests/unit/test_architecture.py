@@ -17,7 +17,7 @@ LAYERS = [
     ["wan"],
     ["tasks"],
     ["launch", "weights", "checkpoint", "tracking"],
-    ["trainer"],
+    ["trainer", "output"],
     ["build"],
     ["commands"],
     ["cli", "__main__"],

@@ -68,7 +68,7 @@ def test_output_and_gradient_equal_the_padded_form(
 
     install_short_text(transformer)
     short_inputs = trimmed(inputs)
-    assert short_inputs["encoder_hidden_states"].shape[1] == max(lengths) + 1
+    assert short_inputs["encoder_hidden_states"].shape[1] == min(max(lengths) + 2, 512)
     short_output = transformer(**short_inputs).sample
     short_output.square().mean().backward()
 
@@ -159,13 +159,23 @@ def test_text_without_a_zero_row_is_refused(transformer: WanTransformer3DModel) 
         padding_bias(cut["encoder_hidden_states"], padded_length=4)
 
 
-def test_bias_values() -> None:
-    embeds = torch.ones(2, 5, TEXT_DIM)
-    embeds[0, 4:] = 0
-    embeds[1, 2:] = 0
-    bias = padding_bias(embeds, padded_length=512)
+def test_zero_rows_weigh_as_much_as_all_the_padding() -> None:
+    embeds = torch.zeros(3, 5, TEXT_DIM)
+    embeds[0, :4], embeds[1, :3], embeds[2, :1] = 1, 1, 1
+    bias = padding_bias(embeds, 512)
     assert bias is not None
-    expected = torch.zeros(2, 1, 1, 5)
-    expected[0, ..., 4:] = torch.log(torch.tensor(508.0))
-    expected[1, ..., 2:] = torch.log(torch.tensor(510.0 / 3))
-    torch.testing.assert_close(bias, expected)
+    assert bias.shape == (3, 1, 1, 5)
+    for sample, num_real in enumerate((4, 3, 1)):
+        assert bias[sample, 0, 0, :num_real].abs().max() == 0
+        weight = bias[sample, 0, 0, num_real:].double().exp().sum().item()
+        assert weight == pytest.approx(512 - num_real, rel=1e-6)
+
+
+@pytest.mark.parametrize("num_real", [1, 5, 60, 300, 500])
+def test_the_weight_of_the_padding_survives_bfloat16(num_real):
+    embeds = torch.zeros(1, num_real + 2, 8)
+    embeds[:, :num_real] = 1
+    bias = padding_bias(embeds, 512)
+    assert bias is not None
+    weight = bias[0, 0, 0, num_real:].bfloat16().double().exp().sum().item()
+    assert weight == pytest.approx(512 - num_real, rel=1e-3)

@@ -1,6 +1,7 @@
 """Whole runs in one process on toy pipelines: what they leave, that they are the same however the work is split."""
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from distiller import commands, draws
 from distiller.config import Recipe
 from distiller.data.latents import LatentStore
-from distiller.errors import RunError
+from distiller.errors import RunError, UserError
 from tests import toys
 
 REFERENCES = Path(__file__).parent.parent / "references"
@@ -189,8 +190,9 @@ def test_the_rollout_is_reused_under_its_key_and_drawn_again_under_another(make_
         run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / name), sampling=sampling))
         assert ("reusing" in capsys.readouterr().out) == (name == "b")
         fresh()
-    assert len(list(cache.glob("rollout-*"))) == 2
-    assert len(list(cache.glob("text-*"))) == 1
+    assert len(list(cache.glob("rollout-*/"))) == 2
+    # The data's texts, and the sample prompts' (none: the empty prompt).
+    assert len(list(cache.glob("text-*/"))) == 2
 
 
 def test_an_interrupted_rollout_keeps_its_shards(make_recipe, tmp_path, capsys, fresh):
@@ -207,6 +209,52 @@ def test_an_interrupted_rollout_keeps_its_shards(make_recipe, tmp_path, capsys, 
     run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / "b")))
     assert "1 of 4 shards to draw" in capsys.readouterr().out
     assert torch.equal(load_file(stage / "rollout-000001.safetensors")["latents"], whole["latents"])
+
+
+def test_other_sample_prompts_leave_the_rollout_alone(make_recipe, tmp_path, capsys, fresh):
+    cache = str(tmp_path / "cache")
+    run(make_recipe(cache_dir=cache, output_dir=str(tmp_path / "a")))
+    fresh()
+    capsys.readouterr()
+    evaluation = {"sample_prompts": ["a prompt of its own", "a red cat sits"]}
+    folder = run(make_recipe(cache_dir=cache, output_dir=str(tmp_path / "b"), evaluation=evaluation))
+    assert "reusing" in capsys.readouterr().out
+    assert (folder / "samples.png").is_file()
+
+
+def test_what_follows_the_loop_is_done_on_resume_if_it_was_cut_short(make_recipe, fresh):
+    recipe = make_recipe()
+    folder = run(recipe)
+    whole = toys.student_vector(folder)
+    (folder / "summary.json").unlink()
+    shutil.rmtree(folder / "student")
+    fresh()
+    run(recipe, resume=True)
+    assert torch.equal(toys.student_vector(folder), whole)
+    assert json.loads((folder / "summary.json").read_text())["steps"] == 6
+
+
+def test_a_run_is_not_continued_with_other_data_or_another_global_batch(make_recipe, fresh):
+    recipe = make_recipe(train={"max_steps": 2, "batch_size": 8})
+    folder = run(recipe)
+    longer = {"max_steps": 4, "batch_size": 8}
+    fresh()
+    file = folder / "checkpoints" / "step-2" / "progress.json"
+    progress = json.loads(file.read_text())
+    file.write_text(json.dumps(progress | {"samples_per_update": 16}))
+    with pytest.raises(UserError, match="has samples_per_update 16 and this run 8"):
+        run(make_recipe(train=longer), resume=True)
+    fresh()
+    file.write_text(json.dumps(progress | {"engine": "deepspeed-zero2"}))
+    with pytest.raises(UserError, match="has engine deepspeed-zero2 and this run single; use the launch file"):
+        run(make_recipe(train=longer), resume=True)
+    fresh()
+    file.write_text(json.dumps(progress))
+    recipe = make_recipe(train=longer)
+    prompts = Path(recipe.data.path)
+    prompts.write_text(prompts.read_text().replace("a red cat", "a blue cat", 1))
+    with pytest.raises(UserError, match="data_digest"):
+        run(recipe, resume=True)
 
 
 def test_pure_noise_is_available_for_comparison(make_recipe):
