@@ -88,7 +88,6 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "cache_dir": None,
             "data": recipe.data.model_copy(update={"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
-            "optim": recipe.optim.model_copy(update={"warmup_steps": 0}),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }

@@ -264,6 +264,8 @@ def _deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices
     except ValueError as error:
         raise UserError(f"the launch file's DeepSpeed settings are refused: {' '.join(str(error).split())}") from error
     config = plugin.deepspeed_config
+    if not config.get("zero_optimization", {}).get("stage", 0):
+        raise UserError("the launch file asks for DeepSpeed without ZeRO (stage 0); use ddp.yaml, or stage 1 to 3")
     for block in ("optimizer", "scheduler"):
         if config.pop(block, None) is not None:
             notices.append(f"the DeepSpeed JSON's '{block}' block is not used: the recipe's optim section is")

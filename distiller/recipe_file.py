@@ -7,7 +7,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,16 @@ from distiller.config import Recipe
 from distiller.errors import UserError, shown
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
+
+ALTERNATIVES = (
+    (("train.gradient_accumulation_steps",), ("train.samples_per_update",)),
+    (
+        ("student.config",),
+        ("student.path",),
+        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim"),
+    ),
+)
+"""Ways to say one thing, each a tuple of keys, of which a recipe uses one."""
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -39,8 +49,8 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{recipe}: is not valid YAML ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {shown(data)}")
-    for override in overrides:
-        _apply(data, override)
+    given = {_apply(data, override) for override in overrides}
+    _drop_alternatives(data, given)
     return parse(data, recipe)
 
 
@@ -58,7 +68,8 @@ def dump(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _apply(data: dict[str, Any], override: str) -> None:
+def _apply(data: dict[str, Any], override: str) -> str:
+    """Sets what an override says, and returns its key."""
     key, separator, text = override.partition("=")
     parts = key.split(".")
     if not separator or not all(parts):
@@ -76,6 +87,17 @@ def _apply(data: dict[str, Any], override: str) -> None:
             raise UserError(f"'{override}': {'.'.join(parts[:depth])} is {shown(child)} and has no keys below it")
         node = child
     node[parts[-1]] = value
+    return key
+
+
+def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
+    """An override replaces what the file says in another way: `student.num_layers=4` the file's `student.config`."""
+    for ways in ALTERNATIVES:
+        chosen = [way for way in ways if given.intersection(way)]
+        others = [key for way in ways if way not in chosen for key in way] if chosen else []
+        for section, _, name in (key.partition(".") for key in others):
+            if isinstance(data.get(section), dict):
+                data[section].pop(name, None)
 
 
 def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,14 @@ from tests import recipe_keys
 from tests.launch.launching import ROOT, run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LAUNCH_FILES = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
 COMMAND_TIMEOUT_S = 150
 
-# Console blocks by the first line: what needs GPUs, a hub, or an environment of its own.
+# Console blocks by their first command: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
     "README.md": [
-        "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan",
+        "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan "
+        "train.batch_size=64",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
         "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
         "scripts/test.sh",
@@ -42,15 +45,15 @@ NOT_RUN = {
 SHORTER_RECIPE: dict[str, Any] = {
     "train.max_steps": 4,
     "optim.warmup_steps": 1,
-    "data.max_samples": 128,
-    "sampling.num_inference_steps": 4,
+    "data.max_samples": 64,
+    "sampling.num_inference_steps": 2,
     "evaluation.num_samples": 10,
     "evaluation.batch_size": 10,
     "tracking.trackers": [],
 }
 SHORTER_WORDS = {
     "train.max_steps=2400": "train.max_steps=6",
-    "evaluation.num_samples=1000": "evaluation.num_samples=20",
+    "evaluation.num_samples=1000": "evaluation.num_samples=10",
 }
 # The documents' environment is the one that runs this test, not a new .venv.
 SAME_ENVIRONMENT = "make_environment() { :; }\n"
@@ -145,10 +148,14 @@ def test_the_commands_run(document, checkout, already_run):
 
 def test_what_is_not_run_is_listed():
     shown = {
-        document.name: [block.text.splitlines()[0] for block in blocks_of(document) if block.language == "console"]
+        document.name: [first_command(block) for block in blocks_of(document) if block.language == "console"]
         for document in DOCUMENTS
     }
-    assert {name: first_lines for name, first_lines in shown.items() if first_lines} == NOT_RUN
+    assert {name: commands for name, commands in shown.items() if commands} == NOT_RUN
+
+
+def first_command(block: Block) -> str:
+    return " ".join(block.text.replace("\\\n", " ").splitlines()[0].split())
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
@@ -212,6 +219,19 @@ def test_recipe_keys_that_are_named_exist(document):
     named = re.findall(rf"(?<![\w./-])((?:{tops})(?:\.[a-z_0-9]+)+)", document.read_text(encoding="utf-8"))
     named = [name for name in named if not re.search(rf"\.{SUFFIXES}$", name)]
     assert not sorted({name for name in named if name not in keys})
+
+
+@pytest.mark.parametrize("file", LAUNCH_FILES, ids=lambda path: path.stem)
+def test_every_launch_setting_is_explained(file):
+    explained = re.findall(r"`(\w+)`", (ROOT / "docs" / "engines.md").read_text(encoding="utf-8"))
+    assert not sorted(set(_all_names(parse_yaml(file.read_text(encoding="utf-8")))) - set(explained))
+
+
+def _all_names(settings: dict[str, Any]) -> Iterator[str]:
+    for name, value in settings.items():
+        yield name
+        if isinstance(value, dict):
+            yield from _all_names(value)
 
 
 def test_quoted_messages_are_the_programs():

@@ -386,7 +386,6 @@ class TestEveryKey:
             {"train.gradient_accumulation_steps": 2, "train.samples_per_update": 16},
             ["gradient_accumulation_steps 2", "samples_per_update 16", "give one"],
         ),
-        ({"optim.warmup_steps": 7}, ["optim.warmup_steps 7 is above train.max_steps 6", "lower it"]),
         ({"evaluation.min_recognised": 0.5}, ["evaluation.min_recognised needs a judge", "evaluation.judge=digits"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",

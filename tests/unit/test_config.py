@@ -7,6 +7,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from distiller.errors import UserError
+from distiller.plain_yaml import dump_yaml
 from distiller.recipe_file import dump, load, parse
 from distiller.resources import recipe_names
 
@@ -64,3 +66,14 @@ def test_packaged_recipes_are_valid(name):
 def test_recipes_are_checked_without_importing_torch():
     code = "import distiller.cli, distiller.recipe_file, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_an_override_replaces_what_the_file_says_in_another_way(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_yaml(MINIMAL | {"train": {"max_steps": 1, "samples_per_update": 64}}))
+    recipe = load(str(file), ["train.gradient_accumulation_steps=2", "student.num_layers=4", "student.ffn_dim=8"])
+    assert (recipe.train.samples_per_update, recipe.train.gradient_accumulation_steps) == (None, 2)
+    assert (recipe.student.config, recipe.student.num_layers, recipe.student.ffn_dim) == (None, 4, 8)
+    assert load(str(file)).train.samples_per_update == 64
+    with pytest.raises(UserError, match="give one"):
+        load(str(file), ["train.gradient_accumulation_steps=2", "train.samples_per_update=8"])
