@@ -32,15 +32,15 @@ class Section(BaseModel):
 class PredictionLoss(Section):
     """Distance between the student's and the teacher's prediction (for Wan: the flow's velocity)."""
 
-    weight: Weight = 1.0
-    kind: Literal["mse", "huber"] = "mse"
+    weight: Weight = Field(1.0, description="of this term in the sum")
+    kind: Literal["mse", "huber"] = Field("mse", description="squared error, or linear beyond huber_delta")
     huber_delta: PositiveFloat = Field(1.0, description="where the Huber loss turns linear, in units of the prediction")
 
 
 class FeatureLoss(Section):
     """Distance between block outputs, through linear projections that are trained with the student."""
 
-    weight: Weight = 0.0
+    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
     student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
     teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
 
@@ -48,7 +48,7 @@ class FeatureLoss(Section):
 class TrueDataLoss(Section):
     """Flow-matching loss against the data's own velocity (noise - x_0); needs images or latents."""
 
-    weight: Weight = 0.0
+    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
 
 
 class Losses(Section):
@@ -62,9 +62,11 @@ class Losses(Section):
 class Timesteps(Section):
     """How the noise level sigma in (0, 1) of each sample is drawn; the timestep is sigma x 1000."""
 
-    sampling: Literal["uniform", "logit_normal"] = "uniform"
-    logit_mean: Float = 0.0
-    logit_std: PositiveFloat = 1.0
+    sampling: Literal["uniform", "logit_normal"] = Field(
+        "uniform", description="distribution of sigma before the shift"
+    )
+    logit_mean: Float = Field(0.0, description="of logit_normal")
+    logit_std: PositiveFloat = Field(1.0, description="of logit_normal")
     shift: PositiveFloat | Literal["auto"] = Field(
         "auto", description="sigma' = shift * sigma / (1 + (shift - 1) * sigma); auto = the teacher's scheduler's"
     )
@@ -78,13 +80,13 @@ class Guidance(Section):
         None, description="None = learn the conditional prediction; a pair = drawn per sample from that range"
     )
     scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as scale")
-    negative_prompt: str = ""
+    negative_prompt: str = Field("", description="of the unconditional pass")
 
 
 class DiffusionTask(Section):
     """What is learnt, for diffusion teachers."""
 
-    kind: Literal["diffusion"] = "diffusion"
+    kind: Literal["diffusion"] = Field("diffusion", description="which task")
     height: Positive = Field(64, description="pixels")
     width: Positive = Field(64, description="pixels")
     num_frames: Positive = Field(1, description="1 = text-to-image; otherwise 4 k + 1 for Wan")
@@ -99,7 +101,7 @@ class DiffusionTask(Section):
 class Sampling(Section):
     """How pictures are drawn: by the rollout, by `evaluate` and by `sample`, with the teacher's own scheduler."""
 
-    num_inference_steps: Positive = 20
+    num_inference_steps: Positive = Field(20, description="of the scheduler")
     guidance_scale: PositiveFloat = Field(1.0, description="of the teacher; 1 = none, one forward pass a step")
     guidance_scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as above")
 
@@ -113,7 +115,7 @@ class Rollout(Section):
     """The stage in which the teacher draws its own samples from the prompts."""
 
     enabled: Switch = Field(True, description="False: x_t is pure noise at every t, as the older trainer did")
-    samples_per_prompt: Positive = 1
+    samples_per_prompt: Positive = Field(1, description="drawings of each prompt, with noise of their own")
     batch_size: Positive = Field(64, description="samples a forward pass; part of the key")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the stored latents")
 
@@ -124,10 +126,12 @@ class Teacher(Section):
     path: Location = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
     revision: Location | None = Field(None, description="of a hub id: branch, tag or commit")
     subfolder: Location | None = Field(None, description="where in the folder or repository the pipeline lies")
-    placement: Literal["replicated"] = "replicated"
+    placement: Literal["replicated"] = Field(
+        "replicated", description="where the teacher lives; replicated = whole on every rank's device"
+    )
     dtype: DType = Field("auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
-    quantization: Literal["none"] = "none"
-    prefetch_steps: Annotated[NonNegative, Field(le=0)] = 0
+    quantization: Literal["none"] = Field("none", description="of the teacher's weights; none yet")
+    prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(0, description="updates asked for ahead; none yet")
 
 
 class Student(Section):
@@ -158,7 +162,7 @@ class Student(Section):
 class Data(Section):
     """What is learnt from."""
 
-    kind: Literal["prompts", "images", "latents"] = "prompts"
+    kind: Literal["prompts", "images", "latents"] = Field("prompts", description="what lies at path")
     max_samples: Positive | None = Field(None, description="only the first so many prompts, images or latents")
     path: Location = Field(
         description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents"
@@ -169,7 +173,7 @@ class Train(Section):
     """How long, and how the global batch is split."""
 
     max_steps: Positive | None = Field(None, description="updates; wins over num_epochs")
-    num_epochs: Positive | None = None
+    num_epochs: Positive | None = Field(None, description="passes over the data")
     batch_size: Positive = Field(8, description="micro-batch of one process, in samples")
     gradient_accumulation_steps: Positive | None = Field(None, description="None = derived, or 1")
     samples_per_update: Positive | None = Field(None, description="global batch; None = derived")
@@ -192,10 +196,12 @@ class Train(Section):
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: PositiveFloat = 1e-4
-    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = (0.9, 0.999)
-    eps: PositiveFloat = 1e-8
-    weight_decay: Weight = 0.0
+    lr: PositiveFloat = Field(1e-4, description="peak learning rate")
+    betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="of AdamW"
+    )
+    eps: PositiveFloat = Field(1e-8, description="of AdamW")
+    weight_decay: Weight = Field(0.0, description="decoupled; not of biases and norms")
     max_grad_norm: PositiveFloat | None = Field(None, description="clip at this true global norm; None = no clipping")
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: NonNegative = Field(0, description="updates; of a shorter run, all of them")
@@ -207,15 +213,15 @@ class Checkpoint(Section):
 
     every_steps: Positive | None = Field(None, description="updates; None = only at the end")
     at_end: Switch = Field(True, description="after the last update, so that --resume can train longer")
-    keep: Positive = 2
+    keep: Positive = Field(2, description="newest checkpoints that are kept")
 
 
 class Evaluation(Section):
     """What `evaluate` measures."""
 
-    judge: Literal["none", "digits"] = "none"
+    judge: Literal["none", "digits"] = Field("none", description="who says what a drawing shows")
     num_samples: Positive = Field(100, description="drawings of each of teacher and student")
-    batch_size: Positive = 50
+    batch_size: Positive = Field(50, description="drawings a batch")
     sample_prompts: tuple[str, ...] = Field((), description="for samples.png, ten at most; empty = the data's first")
     min_recognised: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         None, description="quality gate: exit 3 below it"
@@ -225,9 +231,11 @@ class Evaluation(Section):
 class Tracking(Section):
     """Where metrics go beside metrics.jsonl."""
 
-    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = ()
-    project: str = "distiller"
-    run_name: str | None = None
+    trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = Field(
+        (), description="beside metrics.jsonl and the console"
+    )
+    project: str = Field("distiller", description="of the trackers")
+    run_name: str | None = Field(None, description="of wandb; None = its own")
     mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="auto = offline without a key")
 
 
@@ -236,7 +244,7 @@ class Recipe(Section):
 
     output_dir: Location = Field("outputs/run", description="relative to the working directory")
     cache_dir: Location | None = Field(None, description="of encoded prompts and rollouts; None = output_dir/stages")
-    seed: Annotated[NonNegative, Field(lt=2**63)] = 0
+    seed: Annotated[NonNegative, Field(lt=2**63)] = Field(0, description="of new weights, order, noise and draws")
     task: DiffusionTask = DiffusionTask()
     sampling: Sampling = Sampling()
     rollout: Rollout = Rollout()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from diffusers import WanPipeline
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from tqdm import tqdm
 
 from distiller.stages import Stage, digest_of
 from distiller.wan.pipeline import WanFiles
-from distiller.wan.short_text import NUM_KEPT_ROWS, trim_padding
+from distiller.wan.short_text import NUM_KEPT_ROWS
 
 EMBEDS_FILE = "embeds.safetensors"
 
@@ -45,17 +46,13 @@ def encode_prompts(
 ) -> None:
     """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node."""
     pipeline = load_text_encoder(files, dtype, device)
-    rows, lengths = [], []
-    with torch.no_grad():
-        starts = range(0, len(prompts), batch_size)
-        for start in tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False):
-            embeds = embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"])
-            for row in embeds:
-                length = int((row != 0).any(-1).sum())
-                rows.append(row[:length].cpu().clone())
-                lengths.append(length)
+    rows: list[Tensor] = []
+    starts = range(0, len(prompts), batch_size)
+    for start in tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False):
+        part = prompts[start : start + batch_size]
+        rows += [row.cpu() for row in _encode(pipeline, part, stage.key["max_sequence_length"])]
     stage.partial.mkdir(parents=True, exist_ok=True)
-    tensors = {"tokens": torch.cat(rows), "lengths": torch.tensor(lengths)}
+    tensors = {"tokens": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
     save_file(tensors, stage.partial / EMBEDS_FILE)
     stage.finish()
 
@@ -77,11 +74,24 @@ def load_text_encoder(files: WanFiles, dtype: torch.dtype, device: torch.device)
 
 
 def embed(pipeline: WanPipeline, prompts: Sequence[str], max_sequence_length: int) -> Tensor:
-    """The prompts' embeddings [B, max(n) + 2, D] as the pipeline makes them, without its surplus zero rows."""
-    embeds, _ = pipeline.encode_prompt(
-        list(prompts), do_classifier_free_guidance=False, max_sequence_length=max_sequence_length
-    )
-    return trim_padding(embeds)
+    """The prompts' embeddings as the pipeline makes them, but for surplus zero rows: see `pad_text`."""
+    return pad_text(_encode(pipeline, prompts, max_sequence_length), max_sequence_length)
+
+
+def _encode(pipeline: WanPipeline, prompts: Sequence[str], max_sequence_length: int) -> list[Tensor]:
+    """The real tokens of every prompt, [n_i, D].
+
+    The pipeline pads to `max_sequence_length` before the encoder, which masks the padding; here it pads to the longest
+    prompt, which gives the same tokens and is an order of magnitude faster for short prompts.
+    """
+    cleaned = [prompt_clean(prompt) for prompt in prompts]
+    tokens = pipeline.tokenizer(cleaned, truncation=True, max_length=max_sequence_length, add_special_tokens=True)
+    lengths = [len(ids) for ids in tokens.input_ids]
+    with torch.no_grad():
+        embeds, _ = pipeline.encode_prompt(
+            list(prompts), do_classifier_free_guidance=False, max_sequence_length=max(lengths)
+        )
+    return [row[:length].clone() for row, length in zip(embeds, lengths, strict=True)]
 
 
 class TextStore:

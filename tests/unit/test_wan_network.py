@@ -110,3 +110,17 @@ def test_a_closed_teacher_holds_nothing(pipelines):
     assert memory.host_bytes == sum(memory.by_module.values()) > 0
     teacher.close()
     assert teacher.memory().host_bytes == 0
+
+
+def test_prompts_are_encoded_as_the_pipeline_does(pipelines):
+    files, _, _ = teacher_of(pipelines[1])
+    encoder = load_text_encoder(files, torch.float32, CPU)
+    prompts = ["a red cat sits", "", "a  bird\n&amp; a dog runs", "cat " * 600]
+    theirs, _ = encoder.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
+    for prompt, expected in zip(prompts, theirs, strict=True):
+        ours = embed(encoder, [prompt], 512)[0]
+        length = int((expected != 0).any(-1).sum())
+        # Float32 rounding: another batch size is another order of sums, and T5 does not scale its attention logits.
+        torch.testing.assert_close(ours[:length], expected[:length], rtol=1e-4, atol=1e-4)
+        assert not ours[length:].any()
+        assert len(ours) == min(length + 2, 512)
