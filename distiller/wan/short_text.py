@@ -31,9 +31,9 @@ def install_short_text(transformer: WanTransformer3DModel, padded_length: int = 
     afterwards. In bfloat16 the correction is right to 0.05%.
 
     From then on, text embeddings [B, L, D] of a forward must keep at least one zero row in every sample, except at
-    L = ``padded_length``, where the transformer computes what it always did. :func:`trim_padding` makes such
-    embeddings. A sample without a zero row raises ValueError on the CPU; on a GPU, where looking would stall the
-    stream, its output is NaN.
+    L = ``padded_length``, where the transformer computes what it always did; ``distiller.wan.text.pad_text`` keeps two.
+    A sample without a zero row raises ValueError on the CPU; on a GPU, where looking would stall the stream, its output
+    is NaN.
 
     With gradient checkpointing, several forwards may come before their backwards as long as the blocks get the very
     tensor that the text projection made; a wrapper that casts the inputs of every block (FSDP with mixed precision)
@@ -70,19 +70,6 @@ def remove_short_text(transformer: WanTransformer3DModel) -> None:
             attention.set_processor(processor.replaced)
 
 
-def trim_padding(embeds_BLD: torch.Tensor) -> torch.Tensor:
-    """Cuts text embeddings after the batch's longest prompt and two zero rows (or at L).
-
-    Waits for the embeddings' device: call it where they are made, not in every step.
-
-    Returns:
-        A view [B, L', D] of the first L' <= L rows.
-    """
-    is_real_L = (embeds_BLD != 0).any(dim=-1).any(dim=0)
-    num_rows = int(is_real_L.nonzero().max()) + 1 if bool(is_real_L.any()) else 0
-    return embeds_BLD[:, : num_rows + NUM_KEPT_ROWS]
-
-
 def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor | None:
     """Attention bias that makes the zero rows of ``embeds_BLD`` weigh as much as all that would pad it.
 
@@ -103,7 +90,7 @@ def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor |
     if embeds_BLD.device.type == "cpu" and bool((num_zero_B1 == 0).any()):
         raise ValueError(
             f"text embeddings of {length} rows have a sample without a zero row; keep at least one after the longest "
-            f"prompt (trim_padding does), or pad to {padded_length} rows"
+            f"prompt (distiller.wan.text.pad_text keeps two), or pad to {padded_length} rows"
         )
     num_padding_B1 = padded_length - length + num_zero_B1
     # bfloat16 rounds log(500) by up to 1/64, that is 1.6% of the padding's weight. So the first zero row takes what

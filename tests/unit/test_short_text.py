@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.wan.short_text import install_short_text, padding_bias, remove_short_text, trim_padding
+from distiller.wan.short_text import NUM_KEPT_ROWS, install_short_text, padding_bias, remove_short_text
 
 TEXT_DIM = 12
 
@@ -38,6 +38,12 @@ def make_inputs(lengths: tuple[int, ...], seed: int = 1) -> dict[str, torch.Tens
         "timestep": torch.rand(len(lengths), generator=generator) * 1000,
         "encoder_hidden_states": embeds,
     }
+
+
+def trim_padding(embeds: torch.Tensor) -> torch.Tensor:
+    """The rows up to the longest prompt, and the zero rows that short text keeps."""
+    num_rows = int((embeds != 0).any(-1).sum(1).max())
+    return embeds[:, : num_rows + NUM_KEPT_ROWS]
 
 
 def trimmed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
