@@ -22,9 +22,11 @@ from distiller.launch import open_world, resolve_accumulation
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import world_size
+from distiller.ranks import Ranks
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
-from distiller.teachers import PLACEMENTS
+from distiller.teachers.base import Setup
+from distiller.teachers.opening import open_teacher
 from distiller.tracking import Tracker
 from distiller.trainer import Run
 from distiller.weights import MovingAverage
@@ -74,7 +76,9 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
     teacher = None
     if stages_need_teacher or task.needs_live_teacher:
-        teacher = PLACEMENTS[recipe.teacher.placement](task.network, dtype, accelerator.device)
+        under_deepspeed = world.engine.startswith("deepspeed")
+        setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed)
+        teacher = open_teacher(task.network, setup)
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:

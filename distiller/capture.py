@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -10,16 +11,19 @@ from torch import Tensor, nn
 
 @contextmanager
 def capture_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Tensor]]:
-    """Collects what the named modules return in one forward pass.
+    """Collects what the named modules return in one forward pass of this thread.
 
     Under activation checkpointing the outputs are those of the first forward; recomputation happens after the context
     has closed and adds nothing.
     """
     captured: dict[str, Tensor] = {}
+    thread = threading.get_ident()
 
     def keep(name: str):
         def hook(module: nn.Module, args: object, output: Tensor) -> None:
-            captured[name] = output
+            # A streamed teacher's micro-batches share the module, each in a thread of its own.
+            if threading.get_ident() == thread:
+                captured[name] = output
 
         return hook
 

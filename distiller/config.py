@@ -9,24 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from distiller.errors import shown
-
-Switch = Annotated[bool, Field(strict=True)]
-Positive = Annotated[int, Field(gt=0, strict=True)]
-NonNegative = Annotated[int, Field(ge=0, strict=True)]
-Float = Annotated[float, Field(strict=True)]
-PositiveFloat = Annotated[Float, Field(gt=0)]
-Weight = Annotated[Float, Field(ge=0)]
-Location = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
-DType = Literal["auto", "float32", "bfloat16", "float16"]
-
-
-class Section(BaseModel):
-    """A part of the recipe: immutable, closed to unknown keys, no NaN and no infinity."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.teacher_config import Teacher
 
 
 class PredictionLoss(Section):
@@ -118,20 +105,6 @@ class Rollout(Section):
     samples_per_prompt: Positive = Field(1, description="drawings of each prompt, with noise of their own")
     batch_size: Positive = Field(64, description="samples a forward pass; part of the key")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the stored latents")
-
-
-class Teacher(Section):
-    """The frozen network and where it lives."""
-
-    path: Location = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
-    revision: Location | None = Field(None, description="of a hub id: branch, tag or commit")
-    subfolder: Location | None = Field(None, description="where in the folder or repository the pipeline lies")
-    placement: Literal["replicated"] = Field(
-        "replicated", description="where the teacher lives; replicated = whole on every rank's device"
-    )
-    dtype: DType = Field("auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
-    quantization: Literal["none"] = Field("none", description="of the teacher's weights; none yet")
-    prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(0, description="updates asked for ahead; none yet")
 
 
 class Student(Section):

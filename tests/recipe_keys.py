@@ -84,6 +84,8 @@ def _shape(schema: dict[str, Any]) -> str:
         if "prefixItems" in schema:
             return f"[{', '.join(_shape(part) for part in schema['prefixItems'])}]"
         return f"list of {_shape(schema['items'])}"
+    if schema["type"] == "object":
+        return f"mapping of text to {_shape(schema['additionalProperties'])}"
     names = {"integer": "whole number", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
     signs = {"exclusiveMinimum": "> ", "minimum": ">= ", "exclusiveMaximum": "< ", "maximum": "<= "}
     bounds = [f"{sign}{_number(schema[bound])}" for bound, sign in signs.items() if bound in schema]

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from distiller.ranks import Ranks
+from distiller.teacher_config import Teacher as TeacherOptions
+
 Outputs = dict[str, Tensor]
-"""Named outputs of one request, batch first, detached, on the caller's device."""
+"""Named outputs of one request or call, batch first, detached, on the caller's device."""
 
 
 @dataclass(frozen=True)
@@ -32,22 +36,60 @@ class Request:
     modules: tuple[int, ...] = ()
 
 
+@dataclass(frozen=True)
+class Call:
+    """One forward pass through one module: a request's samples that need it, or one of the passes they need.
+
+    Modules of a network accept each other's inputs, so that a rank without a call of its own can repeat another one
+    where the ranks must compute together.
+    """
+
+    module: str
+    inputs: Mapping[str, Tensor]
+    wanted: tuple[str, ...]
+
+
 class Network(ABC):
     """A frozen network of one or more modules, and how a request runs through them; knows no placement."""
+
+    origin: str
+    """The files, for messages."""
 
     module_names: tuple[str, ...]
 
     @abstractmethod
-    def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        """Reads one module's weights, in eval mode, without gradients, at most one copy in host memory."""
+    def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
+        """One module without weights: parameters and saved buffers on the meta device, each in the dtype that it is
+        held in when the teacher's is `dtype`; other buffers real, on the CPU; eval mode, no gradients."""
 
     @abstractmethod
+    def weight_files(self, name: str) -> list[Path]:
+        """One module's safetensors files, complete on this machine."""
+
+    @abstractmethod
+    def block_names(self, name: str) -> tuple[str, ...]:
+        """The submodules that a forward pass runs one after the other, in that order; most of the weights."""
+
+    @abstractmethod
+    def quantized(self, name: str, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> nn.Module:
+        """One module with int8 weights (bitsandbytes), loaded by its library onto the devices of `device_map`."""
+
+    @abstractmethod
+    def calls(self, request: Request) -> list[Call]:
+        """The passes that answer a request. Needs no weights."""
+
+    @abstractmethod
+    def run(self, module: nn.Module, call: Call) -> Outputs:
+        """Runs one pass. Deterministic; called without gradients, perhaps from several threads that take turns."""
+
+    @abstractmethod
+    def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
+        """The request's outputs from those of its calls, in the order of `calls`."""
+
     def num_parameters(self) -> int:
         """Parameters of all modules, without reading weights."""
-
-    @abstractmethod
-    def forward(self, modules: Mapping[str, nn.Module], request: Request) -> Outputs:
-        """Runs the modules that the request needs. Deterministic; called without gradients."""
+        modules = (self.skeleton(name, torch.float32) for name in self.module_names)
+        return sum(parameter.numel() for module in modules for parameter in module.parameters())
 
 
 @dataclass
@@ -56,7 +98,25 @@ class TeacherMemory:
 
     gpu_bytes: int = 0
     host_bytes: int = 0
-    by_module: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a placement is built with.
+
+    Attributes:
+        dtype: of the weights (float32 islands of the library excepted).
+        options: the recipe's `teacher` section.
+        ranks: this process among the others; `ranks.device` is where requests come from and outputs go.
+        under_deepspeed: whether the student's engine is DeepSpeed, whose ZeRO-3 then shards a sharded teacher.
+        reserved_bytes: of each GPU's memory, what the student's state will take.
+    """
+
+    dtype: torch.dtype
+    options: TeacherOptions
+    ranks: Ranks
+    under_deepspeed: bool = False
+    reserved_bytes: int = 0
 
 
 class Teacher(ABC):
@@ -81,3 +141,45 @@ class Teacher(ABC):
     @abstractmethod
     def close(self) -> None:
         """Frees the weights; the teacher cannot be asked again."""
+
+
+Agenda = list[tuple[str, list[Call]]]
+"""(module name, its calls), in the order in which modules run."""
+
+
+def answer(
+    network: Network,
+    requests: Sequence[Request],
+    run: Callable[[Agenda], list[list[Outputs]]],
+    ranks: Ranks | None = None,
+) -> list[Outputs]:
+    """Answers requests module by module: all calls of the first, then all of the second.
+
+    Args:
+        run: outputs of each call of the agenda; called without gradients and without autocast.
+        ranks: given by placements whose ranks must run the same modules equally often. Ranks with fewer calls than
+            another repeat one of their own, and throw its outputs away. Communicates, when there are several modules.
+    """
+    calls = [network.calls(request) for request in requests]
+    counts = [sum(c.module == name for of_request in calls for c in of_request) for name in network.module_names]
+    if ranks is not None and len(counts) > 1:
+        # With one module the ranks agree already: their requests ask for the same passes.
+        counts = [max(column) for column in zip(*ranks.gather(counts), strict=True)]
+    agenda: Agenda = []
+    for name, count in zip(network.module_names, counts, strict=True):
+        own = [call for of_request in calls for call in of_request if call.module == name]
+        if count:
+            agenda.append((name, own + [replace(calls[0][0], module=name)] * (count - len(own))))
+    # no_grad, not inference_mode: inference tensors cannot be saved for the student's backward.
+    device = next(iter(requests[0].inputs.values())).device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        results = {name: iter(outputs) for (name, _), outputs in zip(agenda, run(agenda), strict=True)}
+        return [
+            network.merge(request, [next(results[call.module]) for call in of_request])
+            for request, of_request in zip(requests, calls, strict=True)
+        ]
+
+
+def run_agenda(network: Network, modules: Mapping[str, nn.Module], agenda: Agenda) -> list[list[Outputs]]:
+    """Runs everything on modules that are whole where they are."""
+    return [[network.run(modules[name], call) for call in calls] for name, calls in agenda]

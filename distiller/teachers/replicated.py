@@ -4,31 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
-from distiller.teachers.base import Network, Outputs, Request, Teacher, TeacherMemory
+from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_agenda
+from distiller.teachers.filling import load_everywhere, plan_modules
+from distiller.teachers.layout import own_buffer_bytes
 
 
 class ReplicatedTeacher(Teacher):
-    """Every rank holds all modules on its own device and answers its own requests; does not communicate."""
+    """Every rank holds all modules on its own device and answers its own requests; communicates only while loading."""
 
-    def __init__(self, network: Network, dtype: torch.dtype, device: torch.device) -> None:
-        self._network, self._device = network, device
-        self._modules = {name: network.load(name, dtype, device) for name in network.module_names}
+    def __init__(self, network: Network, setup: Setup) -> None:
+        self._network, self._setup = network, setup
+        plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
+        self._num_bytes = 0
+        for plan in plans:
+            self._num_bytes += load_everywhere(plan, plan.units, setup.ranks) + own_buffer_bytes(plan.module)
+            plan.close_files()
+        self._modules = {plan.name: plan.module for plan in plans}
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        # no_grad, not inference_mode: inference tensors cannot be saved for the student's backward.
-        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
-            return [self._network.forward(self._modules, request) for request in requests]
+        return answer(self._network, requests, lambda agenda: run_agenda(self._network, self._modules, agenda))
 
     def memory(self) -> TeacherMemory:
-        by_module = {
-            name: sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers()))
-            for name, module in self._modules.items()
-        }
-        total = sum(by_module.values())
-        on_gpu = self._device.type != "cpu"
-        return TeacherMemory(total if on_gpu else 0, 0 if on_gpu else total, by_module)
+        if self._setup.ranks.device.type == "cpu":
+            return TeacherMemory(host_bytes=self._num_bytes * self._setup.ranks.local_world_size)
+        return TeacherMemory(gpu_bytes=self._num_bytes)
 
     def close(self) -> None:
         self._modules.clear()
+        self._num_bytes = 0

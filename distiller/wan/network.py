@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import WanTransformer3DModel
-from torch import Tensor, nn
+from diffusers import BitsAndBytesConfig, WanTransformer3DModel
+from torch import nn
 
 from distiller.capture import capture_outputs
-from distiller.teachers.base import Network, Outputs, Request
-from distiller.wan.pipeline import WanFiles
+from distiller.teachers.base import Call, Network, Outputs, Request
+from distiller.wan.pipeline import WanFiles, model_files
 from distiller.wan.short_text import install_short_text
 
 PREDICTION = "prediction"
@@ -31,6 +32,7 @@ class WanNetwork(Network):
 
     def __init__(self, files: WanFiles, max_sequence_length: int) -> None:
         self._files, self._max_sequence_length = files, max_sequence_length
+        self.origin = f"teacher.path: {files.source}"
         self.module_names = tuple(files.transformer_configs)
 
     @property
@@ -43,53 +45,81 @@ class WanNetwork(Network):
         boundary = self.boundary_timestep
         return () if boundary is None else tuple(0 if t >= boundary else 1 for t in timesteps)
 
-    def load(self, name: str, dtype: torch.dtype, device: torch.device) -> nn.Module:
-        root = self._files.fetch(name)
+    def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
+        with init_empty_weights():
+            transformer = WanTransformer3DModel.from_config(self._files.transformer_configs[name])
+        # As from_pretrained does: these stay in float32 whatever dtype is asked for.
+        islands = set(WanTransformer3DModel._keep_in_fp32_modules or ())
+        for path, module in transformer.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    kept = torch.float32 if islands.intersection([*path.split("."), attribute]) else dtype
+                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept), requires_grad=False)
+        install_short_text(transformer, self._max_sequence_length)
+        return transformer.eval()
+
+    def weight_files(self, name: str) -> list[Path]:
+        return model_files(self._files.fetch(name) / name)
+
+    def block_names(self, name: str) -> tuple[str, ...]:
+        return tuple(f"blocks.{number}" for number in range(self._files.transformer_configs[name]["num_layers"]))
+
+    def quantized(self, name: str, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> nn.Module:
         transformer = WanTransformer3DModel.from_pretrained(
-            os.fspath(root),
+            os.fspath(self._files.fetch(name)),
             subfolder=name,
-            dtype=dtype,
-            low_cpu_mem_usage=True,
+            torch_dtype=dtype,
+            device_map=dict(device_map),
+            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
             use_safetensors=True,
             local_files_only=True,
         )
         install_short_text(transformer, self._max_sequence_length)
-        return transformer.eval().requires_grad_(False).to(device)
+        return transformer.eval().requires_grad_(False)
 
-    def num_parameters(self) -> int:
-        with init_empty_weights():
-            modules = [WanTransformer3DModel.from_config(c) for c in self._files.transformer_configs.values()]
-        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+    def calls(self, request: Request) -> list[Call]:
+        conditional = tuple(name for name in request.wanted if name != UNCONDITIONAL)
+        passes = [wanted for wanted in (conditional, (UNCONDITIONAL,)) if set(wanted) & set(request.wanted)]
+        calls = []
+        for name, rows in self._rows(request):
+            inputs = request.inputs
+            if len(rows) < len(request.sample_ids):
+                index = torch.tensor(rows, device=inputs["latents"].device)
+                inputs = {key: value.index_select(0, index) for key, value in inputs.items()}
+            for wanted in passes:
+                text = inputs["negative_text" if wanted == (UNCONDITIONAL,) else "text"]
+                one = {"latents": inputs["latents"], "timesteps": inputs["timesteps"], "text": text}
+                calls.append(Call(name, one, wanted))
+        return calls
 
-    def forward(self, modules: Mapping[str, nn.Module], request: Request) -> Outputs:
-        if not request.modules:
-            return _run(modules[self.module_names[0]], request.inputs, request.wanted)
+    def run(self, module: nn.Module, call: Call) -> Outputs:
+        dtype = next(iter(module.patch_embedding.parameters())).dtype
+        latents, timesteps, text = (call.inputs[name] for name in ("latents", "timesteps", "text"))
+        blocks = [
+            (name, module.blocks[int(name.removeprefix(FEATURES))]) for name in call.wanted if name.startswith(FEATURES)
+        ]
+        with capture_outputs(blocks) as captured:
+            prediction = module(latents.to(dtype), timesteps, text.to(dtype), return_dict=False)[0]
+        return {UNCONDITIONAL if call.wanted == (UNCONDITIONAL,) else PREDICTION: prediction, **captured}
+
+    def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
+        parts = iter(outputs)
         merged: Outputs = {}
-        for place, name in enumerate(self.module_names):
-            rows = [row for row, module in enumerate(request.modules) if module == place]
-            if not rows:
-                continue
-            index = torch.tensor(rows, device=request.inputs["latents"].device)
-            part = {key: value.index_select(0, index) for key, value in request.inputs.items()}
-            for key, value in _run(modules[name], part, request.wanted).items():
-                if key not in merged:
-                    merged[key] = value.new_empty(len(request.modules), *value.shape[1:])
-                merged[key].index_copy_(0, index, value)
+        for name, rows in self._rows(request):
+            del name
+            for _ in range(2 if UNCONDITIONAL in request.wanted and len(request.wanted) > 1 else 1):
+                for key, value in next(parts).items():
+                    if len(rows) == len(request.sample_ids):
+                        merged[key] = value
+                        continue
+                    if key not in merged:
+                        merged[key] = value.new_empty(len(request.sample_ids), *value.shape[1:])
+                    merged[key].index_copy_(0, torch.tensor(rows, device=value.device), value)
         return merged
 
-
-def _run(transformer: nn.Module, inputs: Mapping[str, Tensor], wanted: Sequence[str]) -> Outputs:
-    dtype = next(iter(transformer.patch_embedding.parameters())).dtype
-    latents, timesteps = inputs["latents"].to(dtype), inputs["timesteps"]
-    blocks = [
-        (name, transformer.blocks[int(name.removeprefix(FEATURES))]) for name in wanted if name.startswith(FEATURES)
-    ]
-    outputs: Outputs = {}
-    if PREDICTION in wanted or blocks:
-        with capture_outputs(blocks) as captured:
-            outputs[PREDICTION] = transformer(latents, timesteps, inputs["text"].to(dtype), return_dict=False)[0]
-        outputs |= captured
-    if UNCONDITIONAL in wanted:
-        text = inputs["negative_text"].to(dtype)
-        outputs[UNCONDITIONAL] = transformer(latents, timesteps, text, return_dict=False)[0]
-    return outputs
+    def _rows(self, request: Request) -> list[tuple[str, list[int]]]:
+        """The modules that a request needs, each with its samples' places in the batch."""
+        if not request.modules:
+            return [(self.module_names[0], list(range(len(request.sample_ids))))]
+        rows = {name: [i for i, m in enumerate(request.modules) if m == n] for n, name in enumerate(self.module_names)}
+        return [(name, places) for name, places in rows.items() if places]

@@ -162,6 +162,15 @@ def check_transformer_config(config: Mapping[str, Any], origin: str) -> None:
         raise UserError(f"{origin} is of an image-to-video model; give a text-to-image/video one")
 
 
+def model_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved diffusers model: those that its index names, or its only one."""
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    whole = folder / "diffusion_pytorch_model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
 def check_weights(folder: Path, origin: str) -> None:
     """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
     files = set(folder.glob("*.safetensors"))

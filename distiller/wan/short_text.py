@@ -9,6 +9,7 @@ Shape suffixes: B batch, L rows of text, D width of the text encoder.
 """
 
 import math
+import threading
 from typing import cast
 
 import torch
@@ -112,7 +113,8 @@ class _TextBias:
 
     def __init__(self, padded_length: int) -> None:
         self.padded_length = padded_length
-        self._current: torch.Tensor | None = None
+        # By thread: forwards of several threads may take turns on one transformer.
+        self._current: dict[int, torch.Tensor | None] = {}
         # Gradient checkpointing runs blocks again during the backward, perhaps after another forward has replaced
         # _current. It passes them the same tensors, so the projected text tells which forward a block belongs to.
         self._by_text = WeakTensorKeyDictionary()
@@ -121,12 +123,12 @@ class _TextBias:
     def before_forward(self, transformer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         embeds_BLD = kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2]
         with torch.no_grad():
-            self._current = padding_bias(embeds_BLD, self.padded_length)
+            self._current[threading.get_ident()] = padding_bias(embeds_BLD, self.padded_length)
 
     def of(self, projected_text: torch.Tensor) -> torch.Tensor | None:
         """The bias that belongs to the text which a block's cross-attention attends to."""
         if projected_text not in self._by_text:
-            self._by_text[projected_text] = self._current
+            self._by_text[projected_text] = self._current[threading.get_ident()]
         return self._by_text[projected_text]
 
 

@@ -41,12 +41,13 @@ def roll_out(recipe: dict) -> bool:
     from distiller.build import build_task
     from distiller.launch import open_world
     from distiller.recipe_file import parse
-    from distiller.teachers import PLACEMENTS
+    from distiller.teachers.opening import open_teacher
+    from tests.toy_network import setup
 
     parsed = parse(recipe)
     task, world = build_task(parsed), open_world(parsed)
     needed = task.prepare_stages(world.accelerator, torch.float32)
-    teacher = PLACEMENTS["replicated"](task.network, torch.float32, world.accelerator.device)
+    teacher = open_teacher(task.network, setup())
     data = task.run_stages(world.accelerator, teacher)
     assert len(data) == 27
     return needed

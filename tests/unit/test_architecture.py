@@ -10,7 +10,9 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
-    ["config", "stages"],
+    ["sections", "stages", "ranks", "weight_files"],
+    ["teacher_config"],
+    ["config"],
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],

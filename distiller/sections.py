@@ -1,0 +1,22 @@
+"""What the recipe's sections are made of: the strict base class and the kinds of values. No torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Switch = Annotated[bool, Field(strict=True)]
+Positive = Annotated[int, Field(gt=0, strict=True)]
+NonNegative = Annotated[int, Field(ge=0, strict=True)]
+Float = Annotated[float, Field(strict=True)]
+PositiveFloat = Annotated[Float, Field(gt=0)]
+Weight = Annotated[Float, Field(ge=0)]
+Location = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class Section(BaseModel):
+    """A part of the recipe: immutable, closed to unknown keys, no NaN and no infinity."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

@@ -1,0 +1,85 @@
+"""Getting weights from files to where a placement wants them: one reader, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distiller.ranks import Ranks
+from distiller.teachers.base import Network, Setup
+from distiller.teachers.layout import Unit, bind, check_files, lay_out, move_own_buffers, read_unit
+from distiller.weight_files import WeightFiles
+
+
+@dataclass
+class Plan:
+    """One module without weights, its units, and on the ranks that read them, its files."""
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    files: WeightFiles | None
+
+    def close_files(self) -> None:
+        """Nothing more will be read."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
+
+
+def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[Plan]:
+    """Every module's skeleton and layout, and the files checked against them where they will be read.
+
+    A fault that one reader finds is raised on all ranks. Communicates. Raises UserError.
+    """
+    plans = []
+    for name in network.module_names:
+        module = network.skeleton(name, dtype or setup.dtype)
+        plans.append(Plan(name, module, lay_out(module, network.block_names(name)), None))
+
+    def open_files() -> None:
+        for plan in plans if is_reader else ():
+            plan.files = WeightFiles(network.weight_files(plan.name))
+            check_files(plan.units, plan.files, network.origin)
+
+    setup.ranks.all_succeed(open_files)
+    return plans
+
+
+def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
+    """Puts units on every rank's device: rank 0 reads, the others receive. Returns their bytes. Communicates.
+
+    The host holds one unit at a time, and only on rank 0.
+    """
+    units = list(units)
+    staging = staging_buffer(units, ranks.device) if plan.files is not None else None
+    for unit in units:
+        buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=ranks.device)
+        if plan.files is not None:
+            read_to_device(plan.files, unit, buffer, staging)
+        if ranks.world_size > 1 and unit.num_bytes:
+            dist.broadcast(buffer, 0)
+        bind(plan.module, unit, buffer)
+    move_own_buffers(plan.module, ranks.device)
+    return sum(unit.num_bytes for unit in units)
+
+
+def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tensor | None) -> None:
+    """Reads a unit into a buffer on any device, through page-locked staging memory where that is not the CPU."""
+    if buffer.device.type == "cpu":
+        read_unit(unit, files, buffer)
+        return
+    assert staging is not None
+    read_unit(unit, files, staging)
+    buffer.copy_(staging[: unit.num_bytes])
+
+
+def staging_buffer(units: Sequence[Unit], device: torch.device) -> Tensor | None:
+    """Page-locked memory for the largest of these units; None where nothing has to be staged."""
+    if device.type == "cpu" or not units:
+        return None
+    return torch.empty(max(unit.num_bytes for unit in units), dtype=torch.uint8, pin_memory=True)

@@ -1,0 +1,115 @@
+"""A saved module's tensors in safetensors files, read one by one, without pickle and without mapping whole files.
+
+The format (https://github.com/huggingface/safetensors#format): eight bytes with the length of a JSON header, the header
+with each tensor's dtype, shape and byte range, then the bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distiller.errors import UserError
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_CHUNK_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies; `start` is its first byte in the file."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightFiles:
+    """Reads headers when it is made, and tensors when they are asked for. Safe to use from several threads."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """Raises UserError for a file that is not complete safetensors."""
+        self.tensors: dict[str, StoredTensor] = {}
+        for file in files:
+            self.tensors |= _read_header(file)
+        self._descriptors = {file: os.open(file, os.O_RDONLY) for file in files}
+
+    def read(self, name: str, target: Tensor) -> None:
+        """Reads a tensor into a contiguous CPU tensor of its shape, converted to that one's dtype.
+
+        Nothing is held beyond the target, but for a piece of 64 MiB while the dtype is converted.
+        """
+        stored, flat = self.tensors[name], target.view(-1)
+        descriptor, width = self._descriptors[stored.file], stored.dtype.itemsize
+        if stored.dtype == target.dtype:
+            _read_bytes(descriptor, flat.view(torch.uint8), stored.start, stored.file)
+            return
+        step = _CHUNK_BYTES // width
+        piece = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
+        for first in range(0, flat.numel(), step):
+            part = piece[: min(step, flat.numel() - first)]
+            _read_bytes(descriptor, part.view(torch.uint8), stored.start + first * width, stored.file)
+            flat[first : first + len(part)].copy_(part)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def _read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None:
+    view = memoryview(target.numpy())
+    while view:
+        count = os.preadv(descriptor, [view], offset)
+        if count == 0:
+            raise OSError(f"{file}: ends before its tensors do")
+        view, offset = view[count:], offset + count
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if length > 2**27:
+                raise ValueError("its header is too long")
+            header: dict[str, Any] = json.loads(stream.read(length))
+        size = os.path.getsize(file)
+        header.pop("__metadata__", None)
+        tensors = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            stored = StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+            if stored.num_bytes != end - start or 8 + length + end > size:
+                raise ValueError(f"{name} does not lie whole in it")
+            tensors[name] = stored
+        return tensors
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: is not a complete safetensors file ({error}); copy it again") from error
