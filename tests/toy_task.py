@@ -21,6 +21,7 @@ from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
 from distiller.tracking import Tracker
 from distiller.trainer import Run
+from tests import toy_network
 
 DIM = 4
 Batch = list[tuple[int, Tensor]]
@@ -54,8 +55,8 @@ class LinearTeacher(Teacher):
         del self.weight
 
 
-class TokenTask(Task[Batch, Any]):
-    """Mean squared error per token, averaged over all tokens of the update."""
+class ToyTask(Task[Batch, Any]):
+    """What the two toy tasks share: 16 samples, a live teacher, nothing to export."""
 
     num_samples = 16
     data_digest = "toy"
@@ -67,11 +68,6 @@ class TokenTask(Task[Batch, Any]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
-    def build_student(self) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return nn.Linear(DIM, DIM)
-
     def student_parameters(self, trained: nn.Module) -> int:
         return sum(parameter.numel() for parameter in trained.parameters())
 
@@ -82,24 +78,10 @@ class TokenTask(Task[Batch, Any]):
         return list(samples)
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
-        return batch
-
-    def request(self, batch: Batch) -> Request:
-        return Request(tuple(i for i, _ in batch), {"tokens": _tokens(batch)}, ("output",))
-
-    def count(self, batch: Batch) -> int:
-        return len(_tokens(batch))
+        return [(sample_id, tokens.to(device)) for sample_id, tokens in batch]
 
     def tokens(self, batch: Batch) -> int:
         return self.count(batch)
-
-    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
-        return {"input": _tokens(batch)}
-
-    def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:
-        assert teacher_outputs is not None
-        total = (student_outputs - teacher_outputs["output"]).square().mean(1).sum()
-        return LossSum(total, {"token": total.detach()})
 
     def export(self, state: Any, folder: Path) -> None:
         raise AssertionError
@@ -114,6 +96,55 @@ class TokenTask(Task[Batch, Any]):
         raise AssertionError
 
 
+class TokenTask(ToyTask):
+    """Mean squared error per token, averaged over all tokens of the update."""
+
+    def build_student(self) -> nn.Module:
+        return _linear(DIM)
+
+    def request(self, batch: Batch) -> Request:
+        return Request(tuple(i for i, _ in batch), {"tokens": _tokens(batch)}, ("output",))
+
+    def count(self, batch: Batch) -> int:
+        return len(_tokens(batch))
+
+    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"input": _tokens(batch)}
+
+    def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:
+        assert teacher_outputs is not None
+        total = (student_outputs - teacher_outputs["output"]).square().mean(1).sum()
+        return LossSum(total, {"token": total.detach()})
+
+
+class RowTask(ToyTask):
+    """A linear student of a `ToyNetwork`: one row a sample, and with two modules each sample by its own."""
+
+    def __init__(self, num_modules: int) -> None:
+        self._num_modules = num_modules
+
+    def build_student(self) -> nn.Module:
+        return _linear(toy_network.DIM)
+
+    def request(self, batch: Batch) -> Request:
+        ids = tuple(sample_id for sample_id, _ in batch)
+        # Not i mod 2: a micro-batch, and a rank, may need one module, the other, or both.
+        modules = tuple(sample_id // 3 % 2 for sample_id in ids) if self._num_modules > 1 else ()
+        return Request(ids, {"x": _rows(batch)}, ("output", "features/2"), modules)
+
+    def count(self, batch: Batch) -> int:
+        return len(batch)
+
+    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+        return {"input": _rows(batch)}
+
+    def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:
+        assert teacher_outputs is not None
+        target = teacher_outputs["output"].float() + teacher_outputs["features/2"].float()
+        total = (student_outputs - target).square().mean(1).sum()
+        return LossSum(total, {"row": total.detach()})
+
+
 def toy_recipe(folder: Path, **train: Any) -> Recipe:
     """A recipe whose teacher and student sections are not read."""
     sections = {"teacher": {"path": "-"}, "student": {"config": "-"}, "data": {"path": "-"}}
@@ -122,14 +153,16 @@ def toy_recipe(folder: Path, **train: Any) -> Recipe:
     return parse({"output_dir": str(folder), "optim": optim, "train": train, **sections})
 
 
-def build_toy_run(recipe: Recipe, accumulation_steps: int = 1) -> Run:
-    """A run over TokenTask with whatever world there is."""
+def build_toy_run(
+    recipe: Recipe, accumulation_steps: int = 1, task: ToyTask | None = None, teacher: Teacher | None = None
+) -> Run:
+    """A run over TokenTask, or another task with its teacher, in whatever world there is."""
     Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
     )
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
-    task, batch_size = TokenTask(), recipe.train.batch_size
+    task, batch_size = task or TokenTask(), recipe.train.batch_size
     plan = UpdatePlan(16, batch_size, accumulation_steps, accelerator.num_processes, recipe.seed)
     trained = task.build_student()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
@@ -141,7 +174,7 @@ def build_toy_run(recipe: Recipe, accumulation_steps: int = 1) -> Run:
         mixed_precision="no",
         plan=plan,
         task=task,
-        teacher=LinearTeacher(),
+        teacher=teacher or LinearTeacher(),
         student=student,
         student_dtype=torch.float32,
         student_parameters=task.student_parameters(trained),
@@ -163,3 +196,15 @@ def build_toy_run(recipe: Recipe, accumulation_steps: int = 1) -> Run:
 
 def _tokens(batch: Batch) -> Tensor:
     return torch.cat([tokens for _, tokens in batch])
+
+
+def _rows(batch: Batch) -> Tensor:
+    return torch.stack(
+        [draws.noise(7, 0, sample_id, (toy_network.DIM,)).to(tokens.device) for sample_id, tokens in batch]
+    )
+
+
+def _linear(dim: int) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(dim, dim)

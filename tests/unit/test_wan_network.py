@@ -12,6 +12,8 @@ from distiller.wan.drawing import draw, guided_predictor, load_scheduler
 from distiller.wan.network import WanNetwork
 from distiller.wan.pipeline import find_pipeline
 from distiller.wan.text import embed, load_text_encoder
+from tests import toys
+from tests.toy_network import setup
 
 CPU = torch.device("cpu")
 

@@ -1,0 +1,139 @@
+"""What every placement must answer and train like, on however many ranks: the functions that contract tests run."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from distiller import draws
+from distiller.teachers import Outputs, Request
+from distiller.teachers.opening import open_teacher
+from tests.toy_network import DIM, ToyNetwork, setup
+
+CASES: dict[str, dict[str, Any]] = {
+    "replicated": {},
+    "cpu": {},
+    "streamed": {},
+    "streamed, two slots": {"ring_blocks": 2},
+    "streamed, five slots": {"ring_blocks": 5},
+    "streamed, more slots than blocks": {"ring_blocks": 9},
+    "streamed, three resident": {"resident_blocks": 3},
+    "streamed, all resident": {"resident_blocks": 7},
+    "streamed, each call by itself": {"amortise": False},
+    "streamed, shared transfers": {"shard_transfers": True},
+    "disk": {},
+    "disk, one thread": {"read_threads": 1, "ring_blocks": 2},
+    "balanced": {},
+    "sequential": {},
+    "custom": {"device_map": {"": 0}},
+    "custom, spread": {
+        "device_map": {"embed": 0, "blocks.0": 0, "blocks.1": 0}
+        | {f"blocks.{number}": "cpu" for number in (2, 3)}
+        | {f"blocks.{number}": "disk" for number in (4, 5)}
+        | {"blocks.6": 0, "head": 0, "bias": 0, "positions": 0},
+    },
+    "rank0": {},
+    "rank0, micro-batches of two": {"micro_batch": 2},
+    "rank0, the last rank": {"rank": -1},
+    "sharded": {},
+    "sharded, offloaded": {"offload": "cpu"},
+    "swap": {},
+    "swap, pageable": {"pin_memory": False},
+}
+"""Name -> options; the name begins with the placement's."""
+
+
+def placement_of(case: str) -> str:
+    return case.partition(",")[0]
+
+
+def open_case(case: str, network: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", **more: Any):
+    """The teacher of a case, with whatever ranks there are."""
+    options = CASES[case]
+    if options.get("rank") == -1:
+        options = options | {
+            "rank": torch.distributed.get_world_size() - 1 if torch.distributed.is_initialized() else 0
+        }
+    return open_teacher(network, setup(dtype, device, placement=placement_of(case), **options, **more))
+
+
+def requests_of(rank: int, step: int, num_modules: int, device: str = "cpu") -> list[Request]:
+    """Two micro-batches, uneven over ranks. Step 0 skips blocks, and with two modules no rank needs what others do."""
+    requests = []
+    for number, size in enumerate((3 + rank, 2)):
+        ids = tuple(100 * step + 10 * number + 1000 * rank + i for i in range(size))
+        x = torch.stack([draws.noise(0, 0, i, (DIM,)) for i in ids]).to(device)
+        wanted = ("output", "again", "features/4") if step else ("output", "skip/3", "again")
+        modules = ()
+        if num_modules == 2:
+            # Step 0: rank r needs module r mod 2 alone. Later: a batch needs both, in another order on each rank.
+            modules = tuple(rank % 2 if step == 0 else (i + rank + number) % 2 for i in range(size))
+        requests.append(Request(ids, {"x": x}, wanted, modules))
+    return requests
+
+
+def answers(teacher: Any, rank: int, num_modules: int, num_steps: int = 3, device: str = "cpu") -> list[np.ndarray]:
+    """All outputs of some steps, flat."""
+    steps = [teacher.predict(requests_of(rank, step, num_modules, device)) for step in range(num_steps)]
+    return [_flat(outputs) for step in steps for outputs in step]
+
+
+def answers_of_cases(folder: Path, cases: list[str], dtype: str) -> dict[str, Any]:
+    """Every case's answers on this rank, for one and two modules, or the traceback of what went wrong."""
+    results: dict[str, Any] = {}
+    from accelerate import PartialState
+
+    rank = PartialState(cpu=True).process_index
+    for case in cases:
+        for num_modules in (1, 2):
+            try:
+                teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype))
+                try:
+                    memory = teacher.memory()
+                    results[f"{case} {num_modules}"] = answers(teacher, rank, num_modules), memory
+                finally:
+                    teacher.close()
+            except Exception:
+                results[f"{case} {num_modules}"] = traceback.format_exc()
+    return results
+
+
+def train_cases(
+    folder: Path, output: Path, cases: list[str], batch_size: int, accumulations: list[int]
+) -> dict[str, Any]:
+    """Loss series and student weights of each case, and for each accumulation, of the same global batch."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from distiller.trainer import train
+    from tests import toys
+    from tests.toy_task import RowTask, build_toy_run, toy_recipe
+
+    results: dict[str, Any] = {}
+    for number, (case, accumulation) in enumerate((case, steps) for case in cases for steps in accumulations):
+        run_dir = output / str(number)
+        try:
+            from accelerate import PartialState
+
+            PartialState(cpu=True)
+            teacher = open_case(case, ToyNetwork(folder, 2))
+            recipe = toy_recipe(run_dir, batch_size=batch_size // accumulation, max_steps=5)
+            run = build_toy_run(recipe, accumulation, RowTask(2), teacher)
+            train(run)
+            weights = torch.cat([p.detach().flatten() for p in run.student.parameters()]).numpy()
+            run.accelerator.wait_for_everyone()
+            losses = [line["loss"] for line in toys.read_metrics(run_dir)] if run.accelerator.is_main_process else []
+            results[f"{case} {accumulation}"] = losses, weights
+            teacher.close()
+        except Exception:
+            results[f"{case} {accumulation}"] = traceback.format_exc()
+        AcceleratorState._reset_state()
+        GradientState._reset_state()
+    return results
+
+
+def _flat(outputs: Outputs) -> np.ndarray:
+    return np.concatenate([outputs[name].float().cpu().flatten().numpy() for name in sorted(outputs)])
