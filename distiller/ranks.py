@@ -63,6 +63,15 @@ class Ranks:
         """The number, among all ranks, of the node's first."""
         return self.rank - self.local_rank
 
+    def new_node_group(self) -> dist.ProcessGroup:
+        """A group of the node's ranks of its own, for tensors on `device`. Communicates; every rank calls it."""
+        starts = range(0, self.world_size, self.local_world_size)
+        members = [list(range(start, min(start + self.local_world_size, self.world_size))) for start in starts]
+        groups = [dist.new_group(ranks) for ranks in members]
+        own = groups[self.rank // self.local_world_size]
+        assert isinstance(own, dist.ProcessGroup)
+        return own
+
     def wait_on_node(self) -> None:
         """Waits for the node's ranks. Communicates."""
         if self.node is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -161,23 +162,43 @@ def answer(
             another repeat one of their own, and throw its outputs away. Communicates, when there are several modules.
     """
     calls = [network.calls(request) for request in requests]
-    counts = [sum(c.module == name for of_request in calls for c in of_request) for name in network.module_names]
-    if ranks is not None and len(counts) > 1:
+    flat = [call for of_request in calls for call in of_request]
+    if ranks is None or len(network.module_names) == 1:
         # With one module the ranks agree already: their requests ask for the same passes.
-        counts = [max(column) for column in zip(*ranks.gather(counts), strict=True)]
-    agenda: Agenda = []
-    for name, count in zip(network.module_names, counts, strict=True):
-        own = [call for of_request in calls for call in of_request if call.module == name]
-        if count:
-            agenda.append((name, own + [replace(calls[0][0], module=name)] * (count - len(own))))
+        agenda = [(name, [call for call in flat if call.module == name]) for name in network.module_names]
+    else:
+        agenda = _agreed_agenda(network, flat, ranks)
+    agenda = [(name, of_module) for name, of_module in agenda if of_module]
     # no_grad, not inference_mode: inference tensors cannot be saved for the student's backward.
     device = next(iter(requests[0].inputs.values())).device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        results = {name: iter(outputs) for (name, _), outputs in zip(agenda, run(agenda), strict=True)}
+        outputs_of: dict[int, Outputs] = {}
+        for (_, of_module), outputs in zip(agenda, run(agenda), strict=True):
+            outputs_of |= {id(call): output for call, output in zip(of_module, outputs, strict=True)}
         return [
-            network.merge(request, [next(results[call.module]) for call in of_request])
+            network.merge(request, [outputs_of[id(call)] for call in of_request])
             for request, of_request in zip(requests, calls, strict=True)
         ]
+
+
+def _agreed_agenda(network: Network, calls: Sequence[Call], ranks: Ranks) -> Agenda:
+    """The same passes in the same order on all ranks: as many of each kind as the rank with most of them has."""
+    own = Counter((network.module_names.index(call.module), call.wanted) for call in calls)
+    most: Counter[tuple[int, tuple[str, ...]]] = Counter()
+    for counts in ranks.gather(own):
+        most |= counts
+    agenda: Agenda = [(name, []) for name in network.module_names]
+    for (number, wanted), count in sorted(most.items()):
+        name, of_module = agenda[number]
+        ours = [call for call in calls if call.module == name and call.wanted == wanted]
+        stand_ins = [replace(calls[0], module=name, wanted=wanted) for _ in range(count - len(ours))]
+        of_module += ours + stand_ins
+    return agenda
+
+
+def move_call(call: Call, device: torch.device) -> Call:
+    """The call with its inputs on another device."""
+    return replace(call, inputs={name: value.to(device) for name, value in call.inputs.items()})
 
 
 def run_agenda(network: Network, modules: Mapping[str, nn.Module], agenda: Agenda) -> list[list[Outputs]]:

@@ -56,10 +56,11 @@ def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
     The host holds one unit at a time, and only on rank 0.
     """
     units = list(units)
-    staging = staging_buffer(units, ranks.device) if plan.files is not None else None
+    staging = staging_buffer(units, ranks.device) if ranks.is_main else None
     for unit in units:
         buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=ranks.device)
-        if plan.files is not None:
+        if ranks.is_main:
+            assert plan.files is not None
             read_to_device(plan.files, unit, buffer, staging)
         if ranks.world_size > 1 and unit.num_bytes:
             dist.broadcast(buffer, 0)

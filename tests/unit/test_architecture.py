@@ -10,7 +10,7 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
-    ["sections", "stages", "ranks", "weight_files"],
+    ["sections", "stages", "ranks", "room", "weight_files"],
     ["teacher_config"],
     ["config"],
     ["recipe_file"],
@@ -22,7 +22,7 @@ LAYERS = [
     ["trainer", "output"],
     ["build"],
     ["commands"],
-    ["cli", "__main__"],
+    ["cli", "__main__", "older"],
 ]
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

@@ -1,0 +1,80 @@
+"""Forward passes that take turns: each runs up to its next block, then hands over to the next.
+
+When blocks are brought to the GPU one by one, all micro-batches of an update pass a block while it is there, and it
+travels once instead of once each. Every pass runs exactly the operations that it would run alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+class Lockstep:
+    """Runs functions in threads of which only one is awake at a time; they change turns in `pause`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._turns: list[threading.Semaphore] = []
+        self._alive: list[bool] = []
+        self._numbers: dict[int, int] = {}
+        self._failure: BaseException | None = None
+
+    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+        """The functions' results, in order; the first failure is raised after all threads have ended.
+
+        They run without gradients and autocast, on the caller's device and stream.
+        """
+        if len(functions) == 1:
+            return [functions[0]()]
+        results: list[Any] = [None] * len(functions)
+        self._turns = [threading.Semaphore(0) for _ in functions]
+        self._alive, self._failure = [True] * len(functions), None
+        stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
+
+        def body(number: int) -> None:
+            self._numbers[threading.get_ident()] = number
+            self._turns[number].acquire()
+            try:
+                if self._failure is None:
+                    # Gradient mode, autocast, device and stream belong to a thread.
+                    with torch.no_grad(), torch.autocast(self._device.type, enabled=False), torch.cuda.stream(stream):
+                        results[number] = functions[number]()
+            except BaseException as error:
+                self._failure = self._failure or error
+            finally:
+                self._alive[number] = False
+                del self._numbers[threading.get_ident()]
+                self._hand_over(number)
+
+        threads = [threading.Thread(target=body, args=(number,)) for number in range(len(functions))]
+        for thread in threads:
+            thread.start()
+        self._turns[0].release()
+        for thread in threads:
+            thread.join()
+        if self._failure is not None:
+            raise self._failure
+        return results
+
+    def pause(self) -> None:
+        """Lets the others run up to their next block. Does nothing outside of `run`'s threads."""
+        number = self._numbers.get(threading.get_ident())
+        if number is None:
+            return
+        if self._hand_over(number):
+            self._turns[number].acquire()
+        if self._failure is not None:
+            raise RuntimeError("another forward pass of this step failed") from self._failure
+
+    def _hand_over(self, number: int) -> bool:
+        """Wakes the next one that is alive; whether there was another."""
+        count = len(self._alive)
+        for other in ((number + offset) % count for offset in range(1, count)):
+            if self._alive[other]:
+                self._turns[other].release()
+                return True
+        return False

@@ -1,0 +1,110 @@
+"""`teacher.placement: streamed`: one host copy a node; blocks pass through a few buffers on each GPU, copied ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from distiller.room import free_gpu_bytes
+from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.feeds import FileReader, HostFeed, SharedFeed, ThreadFeed
+from distiller.teachers.filling import Plan, load_everywhere, plan_modules
+from distiller.teachers.host_copy import HostCopy
+from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
+from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
+from distiller.teachers.ring import Feed
+
+FILL_THREADS = 4
+
+
+class StreamedTeacher(Teacher):
+    """Host to device only: the weights are frozen, so nothing is copied back.
+
+    The rest of each module (embeddings, head) and `teacher.resident_blocks` stay on the GPU. The node's ranks share
+    one page-locked copy of the other blocks; with `teacher.shard_transfers` each copies its share of a block and they
+    gather it, and then `predict` communicates.
+    """
+
+    def __init__(self, network: Network, setup: Setup) -> None:
+        self._network, self._ranks, options = network, setup.ranks, setup.options
+        device, count = setup.ranks.device, setup.ranks.local_world_size
+        self._is_sharing = shares_transfers(setup)
+        plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
+        resident = choose_resident(plans, setup)
+        units, files, self._resident_bytes = [], [], 0
+        for plan in plans:
+            stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
+            self._resident_bytes += load_everywhere(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
+            passing = [unit for unit in plan.units if unit not in stays]
+            units += [PassingUnit(plan.name, plan.module, unit) for unit in passing]
+            files += [plan.files] * len(passing)
+
+        step = ALIGNMENT * (count if self._is_sharing else 1)
+        sizes = [-(-passing.unit.num_bytes // step) * step for passing in units]
+        self._host = HostCopy.make(sizes, setup.ranks)
+        setup.ranks.all_succeed(lambda: self._fill(units, files) if setup.ranks.is_local_main else None)
+        for plan in plans:
+            plan.close_files()
+        if device.type == "cuda" and options.pin_memory:
+            setup.ranks.all_succeed(self._host.page_lock)
+        slots = make_slots(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
+        self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
+        modules = {plan.name: plan.module for plan in plans}
+        self._passing = PassingModules(network, modules, units, slots, self._feed(), device, options.amortise)
+
+    def predict(self, requests: Sequence[Request]) -> list[Outputs]:
+        return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
+
+    def memory(self) -> TeacherMemory:
+        own = self._resident_bytes + self._slot_bytes
+        if self._ranks.device.type == "cpu":
+            return TeacherMemory(host_bytes=own * self._ranks.local_world_size + self._host.num_bytes)
+        return TeacherMemory(own, self._host.num_bytes)
+
+    def close(self) -> None:
+        self._passing.close()
+        self._host.close()
+
+    def _fill(self, units: list[PassingUnit], files: list) -> None:
+        reader = FileReader([(passing.unit, file) for passing, file in zip(units, files, strict=True)], FILL_THREADS)
+        for number in range(len(units)):
+            reader.fill(number, self._host.piece(number))
+        reader.close()
+
+    def _feed(self) -> Feed:
+        ranks, pieces = self._ranks, self._host.piece
+        if self._is_sharing:
+            return SharedFeed(pieces, ranks.device, ranks.new_node_group())
+        if ranks.device.type == "cuda":
+            return HostFeed(pieces, ranks.device)
+        return ThreadFeed(lambda unit, buffer: buffer[: pieces(unit).numel()].copy_(pieces(unit)))
+
+
+def shares_transfers(setup: Setup) -> bool:
+    """Whether each of the node's ranks copies a share of every block: not when there is but one."""
+    wanted = setup.options.shard_transfers
+    is_wanted = setup.ranks.device.type == "cuda" if wanted == "auto" else wanted
+    return is_wanted and setup.ranks.local_world_size > 1
+
+
+def choose_resident(plans: Sequence[Plan], setup: Setup) -> set[tuple[str, str]]:
+    """(module, block) of those that stay on the device, spread evenly so that copying never pauses. Communicates."""
+    blocks = [(plan.name, unit.name) for plan in plans for unit in plan.units if unit.name != REST]
+    count = setup.options.resident_blocks
+    if count == "auto":
+        count = min(setup.ranks.gather(_blocks_that_fit(plans, setup)))
+    count = min(count, len(blocks))
+    return {blocks[number * len(blocks) // count] for number in range(count)}
+
+
+def _blocks_that_fit(plans: Sequence[Plan], setup: Setup) -> int:
+    """How many blocks a GPU can keep beside the student, the ring and a fifth of its memory for activations."""
+    device = setup.ranks.device
+    if device.type != "cuda":
+        return 0
+    sizes = [unit.num_bytes for plan in plans for unit in plan.units if unit.name != REST]
+    rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
+    spare = torch.cuda.get_device_properties(device).total_memory // 5
+    room = free_gpu_bytes(device) - setup.reserved_bytes - spare - rest - setup.options.ring_blocks * max(sizes)
+    return max(room // max(sizes), 0)
