@@ -18,7 +18,7 @@ from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
-from distiller.launch import open_world, resolve_accumulation
+from distiller.launch import is_deepspeed_launch, open_world, resolve_accumulation
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import world_size
@@ -27,6 +27,7 @@ from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers.base import Setup
 from distiller.teachers.opening import open_teacher
+from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
 from distiller.weights import MovingAverage
@@ -45,8 +46,9 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
     return TASKS[recipe.task.kind](recipe)
 
 
-def check_run(recipe: Recipe, num_processes: int) -> Task[Any, Any]:
+def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
+    check_placement(recipe.teacher, num_processes, under_deepspeed)
     task = build_task(recipe)
     plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     available = [str(tracker) for tracker in get_available_trackers()]
@@ -58,7 +60,7 @@ def check_run(recipe: Recipe, num_processes: int) -> Task[Any, Any]:
 
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
-    task = check_run(recipe, world_size())
+    task = check_run(recipe, world_size(), is_deepspeed_launch())
     world = open_world(recipe)
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
@@ -76,8 +78,9 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
     teacher = None
     if stages_need_teacher or task.needs_live_teacher:
+        student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
         under_deepspeed = world.engine.startswith("deepspeed")
-        setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed)
+        setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
         teacher = open_teacher(task.network, setup)
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
@@ -139,6 +142,22 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
             f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; lower batch_size"
         )
     return plan
+
+
+def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes: int) -> int:
+    """What the student's state takes of one rank's device: float32 weights, gradients, AdamW's two moments, average.
+
+    ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5); with offload they are in
+    host memory.
+    """
+    weights, gradients, moments = 4, 4, 8
+    shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
+    whole = shards.get(engine.removesuffix("-offload"), (1, 1, 1))
+    if engine.endswith("-offload"):
+        return num_parameters * weights * whole[0]
+    parts = zip((weights, gradients, moments), whole, strict=True)
+    a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
+    return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))
 
 
 def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:

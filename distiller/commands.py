@@ -17,7 +17,13 @@ from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
-from distiller.launch import check_precision, check_request, read_launch_file, resolve_accumulation
+from distiller.launch import (
+    check_precision,
+    check_request,
+    is_deepspeed_launch,
+    read_launch_file,
+    resolve_accumulation,
+)
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.recipe_file import load
@@ -57,7 +63,7 @@ def train(recipe: Recipe, resume: bool) -> None:
 def dry_run(recipe: Recipe) -> None:
     """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
     die_with_launcher()
-    task = check_run(recipe, world_size())
+    task = check_run(recipe, world_size(), is_deepspeed_launch())
     folder = Path(f"{recipe.output_dir}.dry-run")
     if is_main_process():
         shutil.rmtree(folder, ignore_errors=True)
@@ -96,18 +102,18 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
 
 def check(recipe: Recipe, launch_file: str | None) -> None:
     """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes = 1
+    num_processes, under_deepspeed = 1, False
     if launch_file is not None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        num_processes = request.num_processes
+        num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
         if request.distributed_type == "NO" and num_processes > 1:
             raise UserError(
                 f"{launch_file}: distributed_type NO starts one process and num_processes is {num_processes}; use "
                 "MULTI_GPU (with use_cpu: true on a CPU), or num_processes: 1"
             )
-    task = check_run(recipe, num_processes)
+    task = check_run(recipe, num_processes, under_deepspeed)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
@@ -171,6 +177,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "final_loss": outcome.metrics["loss"],
         "samples_per_s": outcome.samples_per_s,
         "placement": run.recipe.teacher.placement,
+        **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,
         "mixed_precision": run.mixed_precision,

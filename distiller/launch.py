@@ -149,6 +149,11 @@ def check_request(request: LaunchRequest) -> None:
         )
 
 
+def is_deepspeed_launch() -> bool:
+    """Whether `accelerate launch` started this process for DeepSpeed."""
+    return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+
+
 def open_world(recipe: Recipe) -> World:
     """Creates the Accelerator, and with it the process group. Communicates. Raises UserError before any weight is read.
 
@@ -163,7 +168,7 @@ def open_world(recipe: Recipe) -> World:
                 f"{request.distributed_type} starts one without mpirun; use MULTI_GPU with use_cpu: true, as in "
                 "accelerate_configs/cpu_2proc.yaml"
             )
-    use_deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
+    use_deepspeed = is_deepspeed_launch()
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         raise UserError("FSDP is not supported by this version; use accelerate_configs/ddp.yaml or zero3_offload.yaml")
     on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("true", "1")

@@ -197,11 +197,12 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     """Time, throughput and memory; the slowest and fastest rank where they may differ. Communicates."""
     device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
-    mine = torch.tensor([times_ms["step"], peak_gib], device=device)
-    step_ms, gpu_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
+    memory = None if run.teacher is None else run.teacher.memory()
+    teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
+    mine = torch.tensor([times_ms["step"], peak_gib, teacher_gib], device=device)
+    step_ms, gpu_gib, teachers_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
-    memory = None if run.teacher is None else run.teacher.memory()
     under_deepspeed = run.engine.startswith("deepspeed")
     return {
         "perf/step_ms": sum(step_ms) / len(step_ms),
@@ -217,7 +218,8 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
         "memory/gpu_peak_gib": max(gpu_gib) if on_gpu else None,
         "memory/gpu_peak_gib_min": min(gpu_gib) if on_gpu else None,
         "memory/gpu_peak_gib_max": max(gpu_gib) if on_gpu else None,
-        "memory/teacher_gpu_gib": None if memory is None else memory.gpu_bytes / GIB,
+        "memory/teacher_gpu_gib": None if memory is None else max(teachers_gib),
+        "memory/teacher_gpu_gib_all_ranks": None if memory is None else sum(teachers_gib),
         "memory/teacher_host_gib": None if memory is None else memory.host_bytes / GIB,
         "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
     }

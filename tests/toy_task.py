@@ -68,6 +68,9 @@ class ToyTask(Task[Batch, Any]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
+    def num_trained_parameters(self) -> int:
+        return self.student_parameters(self.build_student())
+
     def student_parameters(self, trained: nn.Module) -> int:
         return sum(parameter.numel() for parameter in trained.parameters())
 

@@ -60,6 +60,10 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """Runs the other stages and returns the training data, indexed by (epoch, sample id). Communicates."""
 
     @abstractmethod
+    def num_trained_parameters(self) -> int:
+        """Parameters of what is trained, from descriptions alone."""
+
+    @abstractmethod
     def build_student(self) -> nn.Module:
         """What is trained, on the CPU in float32, the same on every rank."""
 

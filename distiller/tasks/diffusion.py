@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
@@ -69,6 +69,12 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         return self._source.load(accelerator, teacher)
+
+    def num_trained_parameters(self) -> int:
+        # The projections of feature matching are small beside it.
+        with init_empty_weights():
+            model = WanTransformer3DModel.from_config(self._student_config)
+        return sum(parameter.numel() for parameter in model.parameters())
 
     def build_student(self) -> DistilledStudent:
         features = self._task.losses.features

@@ -46,12 +46,11 @@ class HostFeed(Feed):
         self._stream.synchronize()
 
 
-class SharedFeed(Feed):
+class GatherFeed(Feed):
     """Each of the node's ranks copies its share of a unit from host memory to its GPU, and all gather the shares.
 
-    The host's memory and every GPU's bus carry each byte once; the links between GPUs carry the rest. Communicates in
-    `start`, in a group of its own: every rank starts the same units in the same order. On a GPU nothing waits on the
-    host; on the CPU a thread does the work.
+    For GPUs that cannot write to each other's memory, and for the CPU, where a thread does the work; otherwise see
+    `PeerFeed`. Communicates in `start`, in a group of its own: every rank starts the same units in the same order.
     """
 
     def __init__(self, pieces: Pieces, device: torch.device, group: dist.ProcessGroup) -> None:

@@ -8,12 +8,13 @@ import torch
 
 from distiller.room import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.feeds import FileReader, HostFeed, SharedFeed, ThreadFeed
+from distiller.teachers.feeds import FileReader, GatherFeed, HostFeed, ThreadFeed
 from distiller.teachers.filling import Plan, load_everywhere, plan_modules
 from distiller.teachers.host_copy import HostCopy
 from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
-from distiller.teachers.ring import Feed
+from distiller.teachers.peer_feed import PeerFeed, has_peer_access
+from distiller.teachers.ring import Feed, Slot
 
 FILL_THREADS = 4
 
@@ -51,7 +52,7 @@ class StreamedTeacher(Teacher):
         slots = make_slots(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
         self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
         modules = {plan.name: plan.module for plan in plans}
-        self._passing = PassingModules(network, modules, units, slots, self._feed(), device, options.amortise)
+        self._passing = PassingModules(network, modules, units, slots, self._feed(slots), device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
@@ -72,11 +73,14 @@ class StreamedTeacher(Teacher):
             reader.fill(number, self._host.piece(number))
         reader.close()
 
-    def _feed(self) -> Feed:
+    def _feed(self, slots: Sequence[Slot]) -> Feed:
         ranks, pieces = self._ranks, self._host.piece
-        if self._is_sharing:
-            return SharedFeed(pieces, ranks.device, ranks.new_node_group())
-        if ranks.device.type == "cuda":
+        on_gpu = ranks.device.type == "cuda"
+        if self._is_sharing and slots:
+            if on_gpu and has_peer_access(ranks):
+                return PeerFeed(pieces, slots, ranks)
+            return GatherFeed(pieces, ranks.device, ranks.new_node_group())
+        if on_gpu:
             return HostFeed(pieces, ranks.device)
         return ThreadFeed(lambda unit, buffer: buffer[: pieces(unit).numel()].copy_(pieces(unit)))
 

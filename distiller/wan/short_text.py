@@ -128,7 +128,9 @@ class _TextBias:
     def of(self, projected_text: torch.Tensor) -> torch.Tensor | None:
         """The bias that belongs to the text which a block's cross-attention attends to."""
         if projected_text not in self._by_text:
-            self._by_text[projected_text] = self._current[threading.get_ident()]
+            bias = self._current[threading.get_ident()]
+            # The blocks of a teacher that is spread over several GPUs get the text on their own.
+            self._by_text[projected_text] = None if bias is None else bias.to(projected_text.device)
         return self._by_text[projected_text]
 
 

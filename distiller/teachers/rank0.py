@@ -1,0 +1,82 @@
+"""`teacher.placement: rank0`: the whole teacher on one rank's device, which answers for all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from distiller.errors import UserError
+from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.exchange import Exchange
+from distiller.teachers.filling import Plan, plan_modules, read_to_device, staging_buffer
+from distiller.teachers.layout import bind, move_own_buffers, own_buffer_bytes
+
+
+class Rank0Teacher(Teacher):
+    """One rank (`teacher.rank`) holds all modules and runs all ranks' calls, those that fit together as one batch.
+
+    The other ranks hold nothing, and wait while it computes. `predict` communicates. Raises UserError for a rank that
+    there is not.
+    """
+
+    def __init__(self, network: Network, setup: Setup) -> None:
+        ranks, holder = setup.ranks, setup.options.rank
+        if holder >= ranks.world_size:
+            raise UserError(
+                f"teacher.rank is {holder} and the run has {ranks.world_size} rank(s), counted from 0; give at most "
+                f"{ranks.world_size - 1}, or start more processes"
+            )
+        self._network, self._micro_batch = network, setup.options.micro_batch
+        self._modules: dict[str, nn.Module] = {}
+        plans = plan_modules(network, setup, is_reader=ranks.rank == holder)
+        # The others wait here, in a group that has patience, and not in the first exchange, which has none.
+        num_bytes = ranks.all_succeed(lambda: sum(self._load(plan, ranks.device) for plan in plans))
+        self._memory = TeacherMemory(gpu_bytes=num_bytes)
+        if ranks.device.type == "cpu":
+            self._memory = TeacherMemory(host_bytes=sum(ranks.gather_on_node(num_bytes)))
+        self._exchange = Exchange(ranks, holder, self._run)
+
+    def predict(self, requests: Sequence[Request]) -> list[Outputs]:
+        return answer(self._network, requests, self._run_agenda)
+
+    def memory(self) -> TeacherMemory:
+        return self._memory
+
+    def close(self) -> None:
+        self._modules.clear()
+        self._memory = TeacherMemory()
+
+    def _load(self, plan: Plan, device: torch.device) -> int:
+        """Reads a module where its files are open, that is on the holder; returns the bytes that it takes here."""
+        if plan.files is None:
+            return 0
+        staging = staging_buffer(plan.units, device)
+        for unit in plan.units:
+            buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=device)
+            read_to_device(plan.files, unit, buffer, staging)
+            bind(plan.module, unit, buffer)
+        move_own_buffers(plan.module, device)
+        plan.close_files()
+        self._modules[plan.name] = plan.module
+        return sum(unit.num_bytes for unit in plan.units) + own_buffer_bytes(plan.module)
+
+    def _run_agenda(self, agenda: Agenda) -> list[list[Outputs]]:
+        answered = iter(self._exchange.answer([call for _, calls in agenda for call in calls]))
+        return [[next(answered) for _ in calls] for _, calls in agenda]
+
+    def _run(self, call: Call) -> Outputs:
+        """Runs all ranks' rows of one kind, `micro_batch` at a time."""
+        module, num_rows = self._modules[call.module], len(next(iter(call.inputs.values())))
+        step = self._micro_batch or num_rows
+        if num_rows <= step:
+            return self._network.run(module, call)
+        whole: Outputs = {}
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
+            inputs = {name: value[rows] for name, value in call.inputs.items()}
+            for name, part in self._network.run(module, Call(call.module, inputs, call.wanted)).items():
+                # Into place at once: joining the parts at the end would hold all outputs twice.
+                whole.setdefault(name, part.new_empty(num_rows, *part.shape[1:]))[rows] = part
+        return whole

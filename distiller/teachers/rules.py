@@ -1,0 +1,80 @@
+"""Which placements run beside which engines, and what each is for: the data that checks, messages and docs share.
+
+Importing this module does not import torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distiller.errors import UserError
+from distiller.teacher_config import Teacher
+
+QUANTIZED_PLACEMENTS = ("replicated", "balanced")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One placement as a user sees it.
+
+    Attributes:
+        gpu, host: the teacher's memory on each rank's GPU, and in the node's host memory.
+        beside_ddp, beside_zero: how it runs beside a student under DDP (or alone), and under DeepSpeed.
+        communicates: what passes between ranks in a step.
+    """
+
+    gpu: str
+    host: str
+    beside_ddp: str
+    beside_zero: str
+    communicates: str
+
+
+RULES: dict[str, Rule] = {
+    "replicated": Rule("whole", "none", "yes", "yes", "nothing"),
+    "cpu": Rule("none", "one copy, shared", "yes", "yes", "nothing"),
+    "streamed": Rule(
+        "`ring_blocks` and `resident_blocks`", "one page-locked copy, shared", "yes", "yes", "shares of blocks"
+    ),
+    "disk": Rule("as streamed", "page cache, two blocks a rank", "yes", "yes", "nothing"),
+    "balanced": Rule("its part of one copy", "none", "yes", "yes", "nothing: GPUs read each other's memory"),
+    "sequential": Rule("its part of one copy", "none", "yes", "yes", "as balanced"),
+    "custom": Rule("as `device_map` says", "as `device_map` says", "yes", "yes", "as balanced"),
+    "rank0": Rule("whole on one rank", "none", "yes", "yes", "inputs and outputs"),
+    "sharded": Rule("1/N, and one block or two", "none, or 1/N a rank", "FSDP2", "ZeRO-3", "every block, gathered"),
+    "swap": Rule("whole while it runs", "one copy a rank", "yes", "yes", "nothing"),
+}
+
+
+def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool) -> None:
+    """Raises UserError where the recipe's teacher cannot run in this world, whatever its size."""
+    name = teacher.placement
+    if teacher.quantization != "none" and name not in (*QUANTIZED_PLACEMENTS, "auto"):
+        reason = {
+            "sharded": "DeepSpeed and FSDP shard int8 weights into wrong numbers, silently",
+            "cpu": "int8 layers keep their scales outside of what is shared",
+        }.get(name, "int8 layers keep their scales outside of the blocks that move")
+        raise UserError(
+            f"teacher.quantization is {teacher.quantization} and teacher.placement {name}: {reason}; choose placement "
+            f"{' or '.join(QUANTIZED_PLACEMENTS)}, or quantization none"
+        )
+    if name == "rank0" and teacher.rank >= num_processes:
+        raise UserError(
+            f"teacher.rank is {teacher.rank} and {num_processes} process(es) run, numbered from 0; choose one of them"
+        )
+    if name == "sharded" and teacher.offload == "nvme" and not under_deepspeed:
+        raise UserError(
+            "teacher.offload is nvme, which only DeepSpeed does, and the student's engine is not DeepSpeed; use a ZeRO "
+            "launch file, or teacher.offload=cpu, or teacher.placement=disk"
+        )
+
+
+def table() -> str:
+    """The rules as a Markdown table."""
+    heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP or alone", "beside ZeRO")
+    rows = ["| " + " | ".join((*heads, "int8", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
+    for name, rule in RULES.items():
+        int8 = "yes" if name in QUANTIZED_PLACEMENTS else "no"
+        cells = (f"`{name}`", rule.gpu, rule.host, rule.beside_ddp, rule.beside_zero, int8, rule.communicates)
+        rows.append("| " + " | ".join(cells) + " |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,119 @@
+"""`teacher.placement: swap`: the teacher waits in host memory, and whole modules visit the device to answer.
+
+What people do by hand with `.to("cuda")` and `.to("cpu")`, without the way back: frozen weights need not be copied out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distiller.errors import UserError
+from distiller.ranks import Ranks
+from distiller.room import free_host_bytes
+from distiller.teachers.base import Agenda, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.filling import Plan, plan_modules
+from distiller.teachers.host_copy import HostCopy
+from distiller.teachers.layout import Binding, bind, own_buffer_bytes, read_unit
+
+
+class SwapTeacher(Teacher):
+    """Every rank keeps a host copy of its own and nothing on its device while the student trains.
+
+    Within `predict` one module at a time is on the device, whole. Communicates only while loading. Raises UserError
+    where the node's memory is too small for as many copies as it has ranks.
+    """
+
+    def __init__(self, network: Network, setup: Setup) -> None:
+        self._network, self._ranks = network, setup.ranks
+        plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
+        sizes = [unit.num_bytes for plan in plans for unit in plan.units]
+        self._ranks.all_succeed(lambda: _check_room(sum(sizes), self._ranks.local_world_size))
+        alone = Ranks(
+            self._ranks.device, rank=0, world_size=1, local_rank=0, local_world_size=1, everyone=None, node=None
+        )
+        self._host = HostCopy.make(sizes, alone)
+        if setup.options.pin_memory and self._ranks.device.type == "cuda":
+            # Before the weights are read: a driver that refuses should do so early.
+            self._ranks.all_succeed(self._host.page_lock)
+        pieces = iter([self._host.piece(number) for number in range(len(sizes))])
+        self._visitors = {plan.name: _Visitor(plan, [next(pieces) for _ in plan.units]) for plan in plans}
+        for plan in plans:
+            self._visitors[plan.name].fill(plan, self._ranks)
+            plan.close_files()
+        self._num_bytes = self._host.num_bytes + sum(own_buffer_bytes(plan.module) for plan in plans)
+
+    def predict(self, requests: Sequence[Request]) -> list[Outputs]:
+        return answer(self._network, requests, self._run)
+
+    def memory(self) -> TeacherMemory:
+        return TeacherMemory(host_bytes=self._num_bytes * self._ranks.local_world_size)
+
+    def close(self) -> None:
+        if self._ranks.device.type == "cuda":
+            # The last copies may still read from the memory that goes now.
+            torch.cuda.synchronize(self._ranks.device)
+        self._visitors.clear()
+        self._host.close()
+        self._num_bytes = 0
+
+    def _run(self, agenda: Agenda) -> list[list[Outputs]]:
+        results = []
+        for name, calls in agenda:
+            with self._visitors[name].on(self._ranks.device) as module:
+                results.append([self._network.run(module, call) for call in calls])
+        return results
+
+
+class _Visitor:
+    """A module whose weights are in host memory, and on the meta device as far as the module knows."""
+
+    def __init__(self, plan: Plan, pieces: Sequence[Tensor]) -> None:
+        self._module, self._units, self._pieces = plan.module, plan.units, pieces
+        self._away = [Binding(plan.module, unit) for unit in plan.units]
+        self._own_buffers = [
+            (child._buffers, name, buffer)
+            for child in plan.module.modules()
+            for name, buffer in child._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+
+    def fill(self, plan: Plan, ranks: Ranks) -> None:
+        """Rank 0 reads each unit into its memory, the others receive it into theirs. Communicates."""
+        for unit, piece in zip(self._units, self._pieces, strict=True):
+            if ranks.is_main:
+                assert plan.files is not None
+                read_unit(unit, plan.files, piece)
+            if ranks.everyone is not None and unit.num_bytes:
+                # From host to host: the default group may know GPUs alone.
+                dist.broadcast(piece, 0, ranks.everyone)
+
+    @contextmanager
+    def on(self, device: torch.device) -> Iterator[nn.Module]:
+        """The module with its weights on the device; they are gone from there afterwards."""
+        try:
+            for unit, piece in zip(self._units, self._pieces, strict=True):
+                buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=device)
+                bind(self._module, unit, buffer.copy_(piece, non_blocking=True))
+            for table, name, buffer in self._own_buffers:
+                table[name] = buffer.to(device)
+            yield self._module
+        finally:
+            for binding in self._away:
+                binding.bind()
+            for table, name, buffer in self._own_buffers:
+                table[name] = buffer
+
+
+def _check_room(num_bytes: int, num_copies: int) -> None:
+    free = free_host_bytes()
+    if num_bytes * num_copies > free:
+        raise UserError(
+            f"teacher.placement swap takes {num_bytes / 2**30:.2f} GiB of host memory for each of this node's "
+            f"{num_copies} rank(s), and {free / 2**30:.2f} GiB are free; choose streamed (one copy for all ranks) or "
+            "disk (none)"
+        )
