@@ -82,19 +82,25 @@ def answers(teacher: Any, rank: int, num_modules: int, num_steps: int = 3, devic
     return [_flat(outputs) for step in steps for outputs in step]
 
 
-def answers_of_cases(folder: Path, cases: list[str], dtype: str) -> dict[str, Any]:
-    """Every case's answers on this rank, for one and two modules, or the traceback of what went wrong."""
+def answers_of_cases(folder: Path, cases: list[str], dtype: str, on_gpu: bool = False) -> dict[str, Any]:
+    """Every case's answers on this rank, for one and two modules, or the traceback of what went wrong.
+
+    With each come what the teacher says that it takes, and by how much the allocator's own figure grew.
+    """
     results: dict[str, Any] = {}
     from accelerate import PartialState
 
-    rank = PartialState(cpu=True).process_index
+    state = PartialState(cpu=not on_gpu)
+    device = str(state.device) if on_gpu else "cpu"
     for case in cases:
         for num_modules in (1, 2):
             try:
-                teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype))
+                before = torch.cuda.memory_allocated() if on_gpu else 0
+                teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype), device)
                 try:
-                    memory = teacher.memory()
-                    results[f"{case} {num_modules}"] = answers(teacher, rank, num_modules), memory
+                    told, grown = teacher.memory(), (torch.cuda.memory_allocated() if on_gpu else 0) - before
+                    answered = answers(teacher, state.process_index, num_modules, device=device)
+                    results[f"{case} {num_modules}"] = answered, told, grown
                 finally:
                     teacher.close()
             except Exception:

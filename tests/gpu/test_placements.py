@@ -1,0 +1,50 @@
+"""The contract on GPUs: run by hand, `python -m pytest tests/gpu/test_placements.py -s`. CI has no GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.ranks import on_ranks
+from tests.placement_contract import CASES, answers_of_cases, placement_of
+from tests.toy_network import save_toy
+
+NUM_GPUS = torch.cuda.device_count()
+# Relative to the largest output. Another batch size (rank0) is another kernel, and so is the CPU; the others compute
+# what `replicated` does, bit for bit.
+LOOSE = {"float32": 1e-5, "bfloat16": 3e-2}
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
+
+
+@pytest.fixture(scope="module")
+def answered(tmp_path_factory):
+    """(ranks, dtype) -> what each rank answered in each case."""
+    weights: Path = save_toy(tmp_path_factory.mktemp("toy"))
+    known: dict[tuple[int, str], list[dict[str, Any]]] = {}
+
+    def get(world_size: int, dtype: str) -> list[dict[str, Any]]:
+        if (world_size, dtype) not in known:
+            cases = list(CASES)
+            known[world_size, dtype] = on_ranks(
+                world_size, answers_of_cases, weights, cases, dtype, True, timeout_s=240
+            )
+        return known[world_size, dtype]
+
+    return get
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("world_size", [n for n in (1, 2, 4) if n <= NUM_GPUS])
+@pytest.mark.parametrize("case", CASES)
+def test_answers_equal_those_of_replicated(answered, case, world_size, dtype):
+    loose = placement_of(case) in ("rank0", "cpu")
+    for rank, results in enumerate(answered(world_size, dtype)):
+        for num_modules in (1, 2):
+            result, reference = results[f"{case} {num_modules}"], results[f"replicated {num_modules}"]
+            assert not isinstance(result, str), f"rank {rank}:\n{result}"
+            for mine, theirs in zip(result[0], reference[0], strict=True):
+                assert np.abs(mine - theirs).max() <= (LOOSE[dtype] if loose else 0) * max(1.0, np.abs(theirs).max())
