@@ -1,0 +1,121 @@
+"""The ring, its feeds and the lockstep: what is where when a block runs, whatever comes next."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from distiller.teachers.feeds import ThreadFeed
+from distiller.teachers.lockstep import Lockstep
+from distiller.teachers.ring import Ring, Slot
+
+NUM_UNITS = 7
+
+
+def make_ring(num_slots: int, delay_s: float = 0.0) -> tuple[Ring, list[int]]:
+    """A ring whose unit n is filled with the number n, slowly; and the units in the order in which they came."""
+    brought: list[int] = []
+
+    def fill(unit: int, buffer: torch.Tensor) -> None:
+        time.sleep(delay_s)
+        brought.append(unit)
+        buffer.fill_(unit)
+
+    slots = [Slot(torch.zeros(4, dtype=torch.uint8)) for _ in range(num_slots)]
+    return Ring(slots, ThreadFeed(fill)), brought
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 7, 9])
+def test_every_unit_is_there_when_it_is_entered(num_slots):
+    """Slots by number, `unit % slots`, are wrong at the wrap-around unless the slots divide the units."""
+    ring, brought = make_ring(num_slots, delay_s=0.001)
+    route = list(range(NUM_UNITS))
+    for _ in range(3):
+        ring.expect(route, then=route[:num_slots])
+        for unit in route:
+            assert ring.enter(unit).buffer.tolist() == [unit] * 4
+        ring.leave()
+    ring.close()
+    # Each unit travels once a step; the last prefetch is for a step that did not come.
+    assert len(brought) == 3 * NUM_UNITS + min(num_slots, NUM_UNITS)
+
+
+def test_the_next_steps_first_units_are_on_their_way_before_it_begins():
+    ring, brought = make_ring(3)
+    route = list(range(NUM_UNITS))
+    ring.expect(route, then=route[:3])
+    for unit in route:
+        ring.enter(unit)
+    ring.leave()
+    deadline = time.monotonic() + 10
+    while len(brought) < NUM_UNITS + 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert brought[NUM_UNITS:] == [0, 1, 2]
+    ring.close()
+
+
+@pytest.mark.parametrize(
+    "entered",
+    [[3, 4, 5, 6], [0, 2, 4, 6], [6, 5, 4], [0, 0, 1, 1], [2, 2, 0, 6, 6], list(range(NUM_UNITS))],
+)
+def test_what_was_not_expected_is_brought_all_the_same(entered):
+    ring, _ = make_ring(3)
+    route = list(range(NUM_UNITS))
+    for _ in range(2):
+        ring.expect(route, then=route[:3])
+        for unit in entered:
+            assert ring.enter(unit).buffer.tolist() == [unit] * 4
+        ring.leave()
+    ring.close()
+
+
+def test_a_unit_that_cannot_be_brought_raises_where_it_is_entered():
+    def fill(unit: int, buffer: torch.Tensor) -> None:
+        raise OSError("the disk is gone")
+
+    ring = Ring([Slot(torch.zeros(4, dtype=torch.uint8))], ThreadFeed(fill))
+    ring.expect([0], then=[])
+    with pytest.raises(OSError, match="disk is gone"):
+        ring.enter(0)
+
+
+def test_passes_take_turns_in_order_and_only_one_is_awake():
+    lockstep, log, awake = Lockstep(torch.device("cpu")), [], threading.Lock()
+
+    def one(name: str, num_blocks: int):
+        def run() -> str:
+            for block in range(num_blocks):
+                lockstep.pause()
+                assert awake.acquire(blocking=False)
+                log.append(f"{name}{block}")
+                awake.release()
+            return name
+
+        return run
+
+    assert lockstep.run([one("a", 3), one("b", 2), one("c", 3)]) == ["a", "b", "c"]
+    assert log == ["a0", "b0", "c0", "a1", "b1", "c1", "a2", "c2"]
+
+
+def test_gradients_are_off_in_every_pass():
+    weight = torch.ones(2, requires_grad=True)
+    outputs = Lockstep(torch.device("cpu")).run([lambda: weight * 2, lambda: weight * 3])
+    assert not any(output.requires_grad for output in outputs)
+
+
+def test_a_failing_pass_ends_all_of_them():
+    lockstep = Lockstep(torch.device("cpu"))
+
+    def fails() -> None:
+        lockstep.pause()
+        raise ValueError("no")
+
+    def waits() -> None:
+        for _ in range(100):
+            lockstep.pause()
+
+    with pytest.raises(ValueError, match="no"):
+        lockstep.run([waits, fails, waits])
