@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-make_environment deepspeed,demo,dev
+make_environment deepspeed,demo,dev,quantization
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 unset WANDB_API_KEY
 selection=(-m "not slow")

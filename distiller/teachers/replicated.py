@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_agenda
-from distiller.teachers.filling import load_everywhere, plan_modules
+from distiller.teachers.filling import load_everywhere
 from distiller.teachers.layout import own_buffer_bytes
+from distiller.teachers.quantized import plan_held
 
 
 class ReplicatedTeacher(Teacher):
@@ -14,7 +15,7 @@ class ReplicatedTeacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._setup = network, setup
-        plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
+        plans = plan_held(network, setup, is_reader=setup.ranks.is_main)
         self._num_bytes = 0
         for plan in plans:
             self._num_bytes += load_everywhere(plan, plan.units, setup.ranks) + own_buffer_bytes(plan.module)
