@@ -6,7 +6,7 @@ float32 in a bfloat16 model, a last layer that is a bare parameter, and samples 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,9 +92,6 @@ class ToyNetwork(Network):
 
     def block_names(self, name: str) -> tuple[str, ...]:
         return tuple(f"blocks.{number}" for number in range(NUM_BLOCKS))
-
-    def quantized(self, name: str, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> nn.Module:
-        raise AssertionError("the toy network has no library that quantises it")
 
     def calls(self, request: Request) -> list[Call]:
         calls = []

@@ -10,6 +10,7 @@ from distiller.teachers.disk import DiskTeacher
 from distiller.teachers.rank0 import Rank0Teacher
 from distiller.teachers.replicated import ReplicatedTeacher
 from distiller.teachers.sequential import SequentialTeacher
+from distiller.teachers.sharded import ShardedTeacher
 from distiller.teachers.streamed import StreamedTeacher
 from distiller.teachers.swap import SwapTeacher
 
@@ -23,6 +24,7 @@ PLACEMENTS: dict[str, Callable[[Network, Setup], Teacher]] = {
     "balanced": BalancedTeacher,
     "sequential": SequentialTeacher,
     "custom": CustomTeacher,
+    "sharded": ShardedTeacher,
 }
 
 __all__ = ["PLACEMENTS", "Network", "Outputs", "Request", "Setup", "Teacher", "TeacherMemory"]

@@ -72,10 +72,6 @@ class Network(ABC):
         """The submodules that a forward pass runs one after the other, in that order; most of the weights."""
 
     @abstractmethod
-    def quantized(self, name: str, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> nn.Module:
-        """One module with int8 weights (bitsandbytes), loaded by its library onto the devices of `device_map`."""
-
-    @abstractmethod
     def calls(self, request: Request) -> list[Call]:
         """The passes that answer a request. Needs no weights."""
 

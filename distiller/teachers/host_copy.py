@@ -81,6 +81,10 @@ class HostCopy:
             self._is_page_locked = False
         self._buffer = None
 
+    def __del__(self) -> None:
+        # After an error nobody closes it, and memory that is unmapped while it is page-locked confuses the driver.
+        self.close()
+
 
 def _check_room(num_bytes: int) -> None:
     free = free_host_bytes()

@@ -33,7 +33,7 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         state = bitsandbytes.MatmulLtState()
-        state.CB, state.SCB, state.threshold = self.weight.data, self.weight_scales, 0.0
+        state.CB, state.SCB, state.threshold = self.weight.data, self.weight_scales, OUTLIER_THRESHOLD
         state.has_fp16_weights = state.is_training = False
         bias = None if self.bias is None else self.bias.to(x.dtype)
         rows = bitsandbytes.matmul(x.reshape(-1, x.shape[-1]), state.CB, bias=bias, state=state)

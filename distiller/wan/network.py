@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import BitsAndBytesConfig, WanTransformer3DModel
+from diffusers import WanTransformer3DModel
 from torch import nn
 
 from distiller.capture import capture_outputs
@@ -63,19 +62,6 @@ class WanNetwork(Network):
 
     def block_names(self, name: str) -> tuple[str, ...]:
         return tuple(f"blocks.{number}" for number in range(self._files.transformer_configs[name]["num_layers"]))
-
-    def quantized(self, name: str, dtype: torch.dtype, device_map: Mapping[str, int | str]) -> nn.Module:
-        transformer = WanTransformer3DModel.from_pretrained(
-            os.fspath(self._files.fetch(name)),
-            subfolder=name,
-            torch_dtype=dtype,
-            device_map=dict(device_map),
-            quantization_config=BitsAndBytesConfig(load_in_8bit=True),
-            use_safetensors=True,
-            local_files_only=True,
-        )
-        install_short_text(transformer, self._max_sequence_length)
-        return transformer.eval().requires_grad_(False)
 
     def calls(self, request: Request) -> list[Call]:
         conditional = tuple(name for name in request.wanted if name != UNCONDITIONAL)
