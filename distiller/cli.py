@@ -21,15 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parse(arguments)
         options.run(options)
     except UserError as error:
-        return _complain(error, EXIT_USE)
+        return complain(error, EXIT_USE)
     except QualityGateError as error:
-        return _complain(error, EXIT_GATE)
+        return complain(error, EXIT_GATE)
     except RunError as error:
-        return _complain(error, EXIT_FAILED)
+        return complain(error, EXIT_FAILED)
     return 0
 
 
-def _complain(error: Exception, code: int) -> int:
+def complain(error: Exception, code: int) -> int:
     """One line on stderr: from rank 0 where all ranks found the same, else from the rank that failed."""
     is_shared = isinstance(error, UserError | AgreedError)
     if is_main_process() or not is_shared:

@@ -38,6 +38,14 @@ NOT_RUN = {
     "engines.md": [
         "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my-wan.yaml"
     ],
+    "MODEL_LOADING_STRATEGIES.md": ["torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b"],
+    "MULTI_GPU.md": [
+        "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m distiller train my-wan.yaml",
+        "CUDA_VISIBLE_DEVICES=2,3 accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train "
+        "my-wan.yaml",
+        "accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 --num_processes 16 "
+        "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500 -m distiller train my-wan.yaml",
+    ],
     "getting-started.md": ["source .venv/bin/activate"],
 }
 # Long work is shortened here and nowhere else: these keys are set in the copy's packaged recipes and in those that a
@@ -238,11 +246,10 @@ def test_quoted_messages_are_the_programs():
     """The table of symptoms quotes messages; numbers and names in them stand for what the code puts in."""
     files = (file.read_text(encoding="utf-8") for file in (ROOT / "distiller").rglob("*.py"))
     source = _without_values(re.sub(r'"\n\s*f?"', "", "\n".join(files)))
-    rows = re.findall(
-        r'^\| "([^"]+)"', (ROOT / "docs" / "getting-started.md").read_text(encoding="utf-8"), re.MULTILINE
-    )
-    assert rows
-    assert not [row for row in rows if _without_values(row) not in source]
+    for page in ("getting-started.md", "MULTI_GPU.md"):
+        rows = re.findall(r'^\| "([^"]+)"', (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
+        assert rows
+        assert not [row for row in rows if _without_values(row) not in source]
 
 
 def _without_values(text: str) -> str:

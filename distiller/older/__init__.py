@@ -1,0 +1,1 @@
+"""The older trainer's command line, for scripts/train_distillation.py: flags in, a recipe that is trained."""

@@ -1,0 +1,64 @@
+"""What the older flags say about the launcher, against the launcher that is there."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from distiller.errors import UserError
+from distiller.older.flags import Flags
+from distiller.process import launcher_arguments, world_size
+
+
+class LocalRankError(UserError):
+    """What one rank alone can see: it speaks for itself, not rank 0 for all."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher and the machine, of which some flags speak. `precision` is the one that the launcher names."""
+
+    is_launched: bool
+    world_size: int
+    local_rank: int
+    precision: str
+    num_gpus: int
+
+    @staticmethod
+    def here() -> Launch:
+        """What this process runs under. Imports torch."""
+        import torch
+
+        on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
+        return Launch(
+            is_launched="LOCAL_RANK" in os.environ or launcher_arguments() is not None,
+            world_size=world_size(),
+            local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+            precision=os.environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+            num_gpus=0 if on_cpu else torch.cuda.device_count(),
+        )
+
+
+def check_launcher(flags: Flags, launch: Launch, command: Sequence[str]) -> list[str]:
+    """Compares what the flags say of the launcher with what is there; `command` is script and flags. Returns notices.
+
+    Raises:
+        UserError: --multi_gpu without a launcher; the message is the command to use.
+        LocalRankError: --local_rank is not this process's.
+    """
+    if flags.multi_gpu and not launch.is_launched:
+        distributed = [] if flags.distributed else ["--distributed"]
+        raise UserError(
+            "--multi_gpu needs a launcher that starts one process a GPU; use: "
+            f"torchrun --nproc_per_node={launch.num_gpus or 2} {shlex.join([*command, *distributed])}"
+        )
+    if flags.local_rank not in (None, -1, launch.local_rank):
+        launcher = f"the launcher's LOCAL_RANK is {launch.local_rank}" if launch.is_launched else "no launcher runs"
+        raise LocalRankError(f"--local_rank is {flags.local_rank} and {launcher}; remove it, the launcher sets its own")
+    if flags.distributed and launch.world_size == 1:
+        return ["--distributed is given and one process runs; torchrun --nproc_per_node=N starts more"]
+    if launch.world_size > 1 and not flags.distributed:
+        return [f"--distributed is not given and {launch.world_size} processes run: they train together"]
+    return []

@@ -1,0 +1,186 @@
+"""From the older command line to the ordinary training, in time order."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distiller.cli import EXIT_FAILED, EXIT_USE, complain
+from distiller.errors import RunError, UserError
+from distiller.older.flags import Flags, read_flags
+from distiller.older.launch import Launch, LocalRankError, check_launcher
+from distiller.older.recipe import translate
+from distiller.older.student import is_older, translate_student
+from distiller.plain_yaml import dump_yaml
+from distiller.process import is_main_process, prepare_environment, rank
+from distiller.recipe_file import parse
+from distiller.resources import local_path
+
+if TYPE_CHECKING:
+    from distiller.wan.pipeline import WanFiles
+
+STUDENT_FILE = "student_config.json"
+"""In output_dir: the translated student config, which `student.config` of the recipe names."""
+
+
+def main(command: Sequence[str] | None = None) -> int:
+    """Runs a command, the script and its flags, and returns its exit code: 0 done, 2 wrong use, 1 failed."""
+    prepare_environment()
+    try:
+        _train(sys.argv if command is None else command)
+    except LocalRankError as error:
+        print(f"distiller, rank {rank()}: {error}", file=sys.stderr)
+        return EXIT_USE
+    except UserError as error:
+        return complain(error, EXIT_USE)
+    except RunError as error:
+        return complain(error, EXIT_FAILED)
+    return 0
+
+
+def _train(command: Sequence[str]) -> None:
+    flags = read_flags(command[1:])
+    launch = Launch.here()
+    notices = check_launcher(flags, launch, command)
+    data, said = translate(flags, launch)
+    notices += said
+    data["output_dir"] = str(_free_folder(Path(flags.output_dir), flags.resume, notices))
+    student = _student(flags, data, notices)
+    recipe = parse(data, "the recipe of these flags")
+    _check_sample_dir(flags)
+    if is_main_process():
+        _show(notices, student, data)
+
+    file = Path(recipe.output_dir) / STUDENT_FILE
+    if student is not None:
+        _write_student(file, student, flags.resume)
+    from distiller import commands
+    from distiller.output import RECIPE_FILE
+
+    try:
+        commands.train(recipe, flags.resume)
+    except UserError:
+        # Refused before the folder was claimed: nothing is left behind.
+        if student is not None and not os.path.isfile(file.with_name(RECIPE_FILE)):
+            _remove(file)
+        raise
+    if flags.sample_dir is not None and is_main_process():
+        _copy_samples(Path(recipe.output_dir), Path(flags.sample_dir))
+
+
+def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
+    """The folder itself, or the next number where a run lies there already, which the older trainer wrote over.
+
+    All ranks find the same: rank 0 claims a folder only after all of them have met.
+    """
+    from distiller.output import RECIPE_FILE
+
+    if resume or not wanted.name:
+        return wanted
+    folder, number = wanted, 1
+    while os.path.isfile(folder / RECIPE_FILE):
+        number += 1
+        folder = wanted.with_name(f"{wanted.name}-{number}")
+    if folder != wanted:
+        notices.append(f"{wanted} holds a run, which is kept (--resume continues it); this one goes to {folder}")
+    return folder
+
+
+def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str, Any] | None:
+    """The translated student config, if it is an older one; the recipe then names it, and has its sizes."""
+    from distiller.config import DiffusionTask, Teacher
+    from distiller.wan.pipeline import find_pipeline, transformer_defaults
+
+    origin = f"--student_config {flags.student_config}"
+    older = _read_json(local_path(flags.student_config), origin)
+    translated = None
+    if is_older(older):
+        files = find_pipeline(Teacher(path=flags.teacher_path))
+        described = files.transformer_configs["transformer"]
+        teacher = {key: described[key] for key in transformer_defaults()}
+        latent_pixels = int(files.vae_config.get("scale_factor_spatial", 8))
+        translated = translate_student(older, teacher, latent_pixels, origin)
+        notices += translated.notices
+        data["student"]["config"] = str(Path(data["output_dir"]) / STUDENT_FILE)
+        if translated.max_sequence_length is not None:
+            data["task"]["max_sequence_length"] = translated.max_sequence_length
+        if translated.image_size is not None:
+            data["task"] = {"height": translated.image_size, "width": translated.image_size} | data["task"]
+            _check_size(data["task"]["height"], files)
+    if "height" not in data["task"]:
+        pixels = DiffusionTask().height
+        notices.append(f"{origin} names no image_size: {pixels} x {pixels} pixels; --image_size PIXELS sets another")
+        data["task"] |= {"height": pixels, "width": pixels}
+    return None if translated is None else translated.config
+
+
+def _check_size(pixels: int, files: WanFiles) -> None:
+    try:
+        files.latent_shape(1, pixels, pixels)
+    except UserError as error:
+        raise UserError(f"image_size is {pixels}: {error}") from error
+
+
+def _read_json(file: Path, origin: str) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise UserError(f"{origin} does not exist; give an older config or a WanTransformer3DModel's") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{origin} is not readable JSON ({error}); correct it") from error
+
+
+def _check_sample_dir(flags: Flags) -> None:
+    if flags.sample_dir is not None and os.path.exists(flags.sample_dir) and not os.path.isdir(flags.sample_dir):
+        raise UserError(f"--sample_dir {flags.sample_dir} is a file; give a folder")
+
+
+def _show(notices: Sequence[str], student: dict[str, Any] | None, data: dict[str, Any]) -> None:
+    for notice in notices:
+        print(f"note: {notice}")
+    if student is not None:
+        print(f"the student's config.json, kept in {data['student']['config']}:\n{json.dumps(student, indent=2)}")
+    kept = Path(data["output_dir"]) / "recipe.yaml"
+    print(f"the recipe of these flags, kept with every default in {kept}:\n{dump_yaml(data)}", flush=True)
+
+
+def _write_student(file: Path, config: dict[str, Any], resume: bool) -> None:
+    """Every rank writes the same, so that each node has it; a whole file or none."""
+    text = json.dumps(config, indent=2) + "\n"
+    try:
+        if resume and file.is_file() and file.read_text(encoding="utf-8") != text:
+            raise UserError(
+                f"--resume: the student config is another one than {file}, which this run was started with; give the "
+                "same, or another --output_dir"
+            )
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_name(f".{file.name}.{rank()}")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(file)
+    except OSError as error:
+        raise UserError(f"--output_dir: {file.parent} cannot be written ({error.strerror}); give another") from error
+
+
+def _remove(file: Path) -> None:
+    file.unlink(missing_ok=True)
+    try:
+        file.parent.rmdir()
+    except OSError:
+        # Somebody else's files are in the folder.
+        return
+
+
+def _copy_samples(output_dir: Path, sample_dir: Path) -> None:
+    drawn, copy = output_dir / "samples.png", sample_dir / "samples.png"
+    if copy.resolve() == drawn.resolve():
+        return
+    try:
+        sample_dir.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(drawn, copy)
+    except OSError as error:
+        raise RunError(f"--sample_dir: {sample_dir} cannot be written ({error.strerror}); {drawn} is there") from error
