@@ -25,8 +25,9 @@ from distiller.process import world_size
 from distiller.ranks import Ranks
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
+from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.opening import decide
 from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
@@ -76,12 +77,13 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     started = time.perf_counter()
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
-    teacher = None
+    teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
         under_deepspeed = world.engine.startswith("deepspeed")
         setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
-        teacher = open_teacher(task.network, setup)
+        setup = decide(task.network, setup)
+        teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:
@@ -118,6 +120,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         plan=plan,
         task=task,
         teacher=teacher,
+        placement=placement,
         student=student,
         student_dtype=student_dtype,
         student_parameters=student_parameters,

@@ -176,7 +176,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "steps": run.last_step,
         "final_loss": outcome.metrics["loss"],
         "samples_per_s": outcome.samples_per_s,
-        "placement": run.recipe.teacher.placement,
+        "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,

@@ -72,6 +72,11 @@ class Ranks:
         assert isinstance(own, dist.ProcessGroup)
         return own
 
+    def wait(self) -> None:
+        """Waits for all ranks, however long they take. Communicates."""
+        if self.everyone is not None:
+            dist.barrier(self.everyone)
+
     def wait_on_node(self) -> None:
         """Waits for the node's ranks. Communicates."""
         if self.node is not None:

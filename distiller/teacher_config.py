@@ -37,9 +37,7 @@ class Teacher(Section):
         "none", description="int8 = bitsandbytes, for placement replicated and balanced"
     )
     prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(0, description="updates asked for ahead; none yet")
-    pin_memory: Switch = Field(
-        True, description="cpu, streamed, disk, swap on a GPU: page-locked host memory; false is several times slower"
-    )
+    pin_memory: Switch = Field(True, description="of host memory that a GPU copies from; false is several times slower")
     ring_blocks: Annotated[Positive, Field(ge=2)] = Field(
         3, description="streamed, disk: blocks on the GPU at a time, one in use and the others on their way"
     )

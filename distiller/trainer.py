@@ -36,6 +36,7 @@ class Run:
     plan: UpdatePlan
     task: Task[Any, Any]
     teacher: Teacher | None
+    placement: str
     student: nn.Module
     student_dtype: torch.dtype
     student_parameters: int

@@ -178,6 +178,7 @@ def build_toy_run(
         plan=plan,
         task=task,
         teacher=teacher or LinearTeacher(),
+        placement=recipe.teacher.placement,
         student=student,
         student_dtype=torch.float32,
         student_parameters=task.student_parameters(trained),

@@ -18,11 +18,10 @@ from distiller.devices import teacher_dtype
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
-from distiller.ranks import Ranks
 from distiller.stages import digest_of
 from distiller.tasks.base import LossSum, Task
-from distiller.teachers.base import Outputs, Request, Setup, Teacher
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.base import Outputs, Request, Teacher
+from distiller.teachers.opening import open_alone
 from distiller.wan.batch import DiffusionBatch, collate
 from distiller.wan.checks import check_feature_blocks, check_guidance, check_judge, check_patches
 from distiller.wan.drawing import guide, load_scheduler
@@ -187,7 +186,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
                     "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
                 ) from error
         student = load_student(run_dir, self._task.max_sequence_length, device)
-        teacher = self._open_teacher(dtype, device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         report = compare(
             self._recipe, self.files, self.network, teacher, student, prompts, labels, judge, dtype, device
         )
@@ -201,15 +200,11 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         noise = [draws.noise(seed, 0, i, self._latent_shape, "sample") for i in range(len(prompts))]
         negative_text = embed(encoder, [self._task.guidance.negative_prompt], length)
         conditions = Conditions(torch.stack(noise).to(device), embed(encoder, prompts, length), negative_text)
-        teacher = self._open_teacher(dtype, device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         theirs = draw_teacher(teacher, self.network, self.files, self._recipe, conditions)
         teacher.close()
         ours = draw_student(student, self.files, self._recipe, conditions)
         write_grid({"teacher": theirs, "student": ours}, prompts, Vae(self.files, device), output)
-
-    def _open_teacher(self, dtype: torch.dtype, device: torch.device) -> Teacher:
-        """The teacher of a command that runs in one process, in the recipe's place."""
-        return open_teacher(self.network, Setup(dtype, self._recipe.teacher, Ranks.join(device)))
 
     def _target(self, teacher_outputs: Outputs | None, batch: DiffusionBatch) -> Tensor:
         if batch.stored is not None:

@@ -62,11 +62,18 @@ def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
         if ranks.is_main:
             assert plan.files is not None
             read_to_device(plan.files, unit, buffer, staging)
-        if ranks.world_size > 1 and unit.num_bytes:
-            dist.broadcast(buffer, 0)
+        broadcast_unit(buffer, ranks)
         bind(plan.module, unit, buffer)
     move_own_buffers(plan.module, ranks.device)
     return sum(unit.num_bytes for unit in units)
+
+
+def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
+    """Rank 0's bytes, on every rank's device. Communicates."""
+    if ranks.world_size > 1 and buffer.numel():
+        # A collective's clock runs from when it is queued, and reading from a slow disk may outlast it.
+        ranks.wait()
+        dist.broadcast(buffer, 0)
 
 
 def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tensor | None) -> None:

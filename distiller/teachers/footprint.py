@@ -69,7 +69,7 @@ def footprints(sizes: Sizes, setup: Setup, room: Room) -> dict[str, Footprint]:
     passing = sizes.total - sizes.rest - stays * sizes.largest_block
     slots = min(options.ring_blocks, sizes.num_blocks - stays)
     ring = sizes.rest + (stays + slots) * sizes.largest_block
-    total, shard = sizes.total, sizes.total // setup.ranks.world_size + 2 * sizes.largest_block
+    total, shard = sizes.total, sizes.total // setup.ranks.world_size + sizes.rest + 2 * sizes.largest_block
     needs = {
         "replicated": Footprint(total, 0),
         "cpu": Footprint(0, total),
@@ -129,6 +129,11 @@ def choose(needs: Mapping[str, Footprint], room: Room, student_bytes: int) -> tu
     if count >= 2:
         return "balanced", f"{share}, {AUTO_SHARE:.0%} or more, and there are {count} devices"
     return "cpu", f"{share}, {AUTO_SHARE:.0%} or more, and there is one device"
+
+
+def older_rule(room: Room) -> str:
+    """What the older trainer would have chosen: it counted GPUs."""
+    return "balanced" if room.num_gpus >= 2 else "cpu"
 
 
 def _fits(need: Footprint, room: Room) -> bool:

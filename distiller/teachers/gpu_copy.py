@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from distiller.errors import UserError
 from distiller.ranks import Ranks
 
-ADVICE = "choose teacher.placement=replicated or streamed, which need no GPU memory in common"
+ADVICE = "choose placement replicated, or streamed with shard_transfers=false: they need no GPU memory in common"
 
 
 class GpuCopy:

@@ -50,10 +50,9 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
     """Raises UserError where the recipe's teacher cannot run in this world, whatever its size."""
     name = teacher.placement
     if teacher.quantization != "none" and name not in (*QUANTIZED_PLACEMENTS, "auto"):
-        reason = {
-            "sharded": "DeepSpeed and FSDP shard int8 weights into wrong numbers, silently",
-            "cpu": "int8 layers keep their scales outside of what is shared",
-        }.get(name, "int8 layers keep their scales outside of the blocks that move")
+        reason = "int8 layers run in other placements only"
+        if name == "sharded":
+            reason = "int8 weights inside ZeRO-3 or FSDP give wrong numbers, silently"
         raise UserError(
             f"teacher.quantization is {teacher.quantization} and teacher.placement {name}: {reason}; choose placement "
             f"{' or '.join(QUANTIZED_PLACEMENTS)}, or quantization none"

@@ -6,11 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from distiller.ranks import Ranks
-from distiller.teachers.filling import Plan, read_to_device, staging_buffer
+from distiller.teachers.filling import Plan, broadcast_unit, read_to_device, staging_buffer
 from distiller.teachers.layout import Unit
 
 
@@ -47,8 +46,7 @@ def units_in_turn(plan: Plan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor]]:
         if ranks.is_main:
             assert plan.files is not None
             read_to_device(plan.files, unit, whole, staging)
-        if ranks.world_size > 1 and unit.num_bytes:
-            dist.broadcast(whole, 0)
+        broadcast_unit(whole, ranks)
         yield unit, whole
     plan.close_files()
 

@@ -27,6 +27,7 @@ PRECISIONS = {
     torch.bfloat16: {"bf16": {"enabled": True}},
     torch.float16: {"fp16": {"enabled": True}},
 }
+"""How `zero.Init` is told the dtype of its buffers for the disk; it casts no parameter."""
 
 
 class Zero3Modules(Shards):
@@ -49,7 +50,7 @@ class Zero3Modules(Shards):
         self._engines: list[Any] = []
         for plan in plans:
             self._load(plan, setup)
-            # The precision stays out of this one: the engine would cast float32 islands to it.
+            # Without a precision: an engine that has one casts, and float32 islands are to stay what they are.
             self._engines.append(deepspeed.initialize(model=plan.module, config=copy.deepcopy(self._config))[0])
         self.modules = {plan.name: plan.module for plan in plans}
 

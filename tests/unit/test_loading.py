@@ -1,0 +1,98 @@
+"""Loading: never more than one copy of the teacher in host memory, whatever its place, and the library's weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from diffusers import WanTransformer3DModel
+
+from distiller.config import Teacher
+from distiller.teachers.base import Request
+from distiller.teachers.opening import open_teacher
+from distiller.wan.network import PREDICTION, WanNetwork
+from distiller.wan.pipeline import find_pipeline
+from distiller.wan.short_text import install_short_text
+from tests import toys
+from tests.toy_network import setup
+
+# 44 million parameters: 176 MB in float32, against which imports and threads are small.
+LARGE = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 10}
+PLACEMENTS = ("replicated", "cpu", "streamed", "disk", "balanced", "rank0", "sharded", "swap")
+MOST_COPIES = 1.3
+
+
+@pytest.fixture(scope="module")
+def pipeline(tmp_path_factory) -> Path:
+    return toys.make_pipeline(tmp_path_factory.mktemp("large") / "pipeline", **LARGE)
+
+
+def open_network(pipeline: Path) -> WanNetwork:
+    return WanNetwork(find_pipeline(Teacher(path=str(pipeline))), 512)
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had in use since the last reset, shared memory included."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("no VmHWM")
+
+
+def report(pipeline: str, dtype: str) -> None:
+    """Prints, for each placement, how many copies of the teacher loading it has taken at its peak."""
+    network, found = open_network(Path(pipeline)), {}
+    size = sum(parameter.nbytes for parameter in network.skeleton("transformer", getattr(torch, dtype)).parameters())
+    open_teacher(network, setup(getattr(torch, dtype))).close()
+    for placement in PLACEMENTS:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = peak_bytes()
+        teacher = open_teacher(network, setup(getattr(torch, dtype), placement=placement))
+        found[placement] = (peak_bytes() - before) / size
+        teacher.close()
+    print(json.dumps(found))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_teacher_loads_in_little_more_than_its_own_size(pipeline, dtype):
+    """From float32 files, also into bfloat16: then the conversion holds a piece of a tensor, not a second model."""
+    code = "import sys; from tests.unit.test_loading import report; report(sys.argv[1], sys.argv[2])"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MALLOC_TRIM_THRESHOLD_": "0"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, pipeline, dtype], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    copies = json.loads(result.stdout.splitlines()[-1])
+    print(copies)
+    assert {name: value for name, value in copies.items() if value > MOST_COPIES} == {}
+    assert copies["disk"] < 0.6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_and_answers_are_those_of_from_pretrained(pipeline, dtype):
+    """Bit for bit, with float32 islands where diffusers keeps them."""
+    network = open_network(pipeline)
+    theirs = WanTransformer3DModel.from_pretrained(pipeline, subfolder="transformer", torch_dtype=dtype).eval()
+    ours = network.skeleton("transformer", dtype)
+    held = {name: parameter.dtype for name, parameter in ours.named_parameters()}
+    assert held == {name: parameter.dtype for name, parameter in theirs.named_parameters()}
+    install_short_text(theirs, 512)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "latents": torch.randn(1, 4, 1, 4, 4, generator=generator),
+        "timesteps": torch.tensor([500.0]),
+        "text": torch.cat([torch.randn(1, 3, 16, generator=generator), torch.zeros(1, 2, 16)], dim=1),
+    }
+    teacher = open_teacher(network, setup(dtype))
+    answer = teacher.predict([Request((0,), inputs, (PREDICTION,))])[0][PREDICTION]
+    with torch.no_grad():
+        expected = theirs(
+            inputs["latents"].to(dtype), inputs["timesteps"], inputs["text"].to(dtype), return_dict=False
+        )[0]
+    assert torch.equal(answer, expected)
+    teacher.close()
