@@ -7,6 +7,7 @@ float32 in a bfloat16 model, a last layer that is a bare parameter, and samples 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -141,4 +142,10 @@ def save_toy(folder: Path) -> Path:
 
 def setup(dtype: torch.dtype = torch.float32, device: str = "cpu", under_deepspeed: bool = False, **options) -> Setup:
     """What a teacher is built with, among whatever ranks there are; `options` are keys of the recipe's `teacher`."""
-    return Setup(dtype, TeacherOptions(path="-", **options), Ranks.join(torch.device(device)), under_deepspeed)
+    return Setup(dtype, TeacherOptions(path="-", **options), _ranks(device), under_deepspeed)
+
+
+@cache
+def _ranks(device: str) -> Ranks:
+    # Making groups takes longer than what most tests do with them.
+    return Ranks.join(torch.device(device))

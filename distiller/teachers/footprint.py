@@ -95,7 +95,7 @@ def room_of(setup: Setup) -> Room:
     gpu, num_gpus = None, 0
     host = free_host_bytes()
     if device.type == "cuda":
-        gpu, num_gpus = free_gpu_bytes(device) - setup.reserved_bytes, torch.cuda.device_count()
+        gpu, num_gpus = max(free_gpu_bytes(device) - setup.reserved_bytes, 0), torch.cuda.device_count()
     else:
         host -= setup.reserved_bytes * ranks.local_world_size
     found = ranks.gather((gpu, host))

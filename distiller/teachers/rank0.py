@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distiller.errors import UserError
 from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.exchange import Exchange
 from distiller.teachers.filling import Plan, plan_modules, read_to_device, staging_buffer
@@ -23,11 +22,6 @@ class Rank0Teacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         ranks, holder = setup.ranks, setup.options.rank
-        if holder >= ranks.world_size:
-            raise UserError(
-                f"teacher.rank is {holder} and the run has {ranks.world_size} rank(s), counted from 0; give at most "
-                f"{ranks.world_size - 1}, or start more processes"
-            )
         self._network, self._micro_batch = network, setup.options.micro_batch
         self._modules: dict[str, nn.Module] = {}
         plans = plan_modules(network, setup, is_reader=ranks.rank == holder)

@@ -59,7 +59,8 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
         )
     if name == "rank0" and teacher.rank >= num_processes:
         raise UserError(
-            f"teacher.rank is {teacher.rank} and {num_processes} process(es) run, numbered from 0; choose one of them"
+            f"teacher.rank is {teacher.rank} and the run has {num_processes} rank(s), counted from 0; give at most "
+            f"{num_processes - 1}, or start more processes"
         )
     if name == "sharded" and teacher.offload == "nvme" and not under_deepspeed:
         raise UserError(

@@ -367,10 +367,6 @@ def main() -> None:
     options = parser.parse_args()
     began = time.perf_counter()
     device = torch.device("cpu")
-    # Attention's and products' own order of summation would make losses differ from run to run of the same placement.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = False
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

@@ -54,10 +54,11 @@ def expected(weights):
     return get
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_modules", [1, 2])
 @pytest.mark.parametrize(
-    ("case", "world_size"), [(c, n) for n in WORLD_SIZES for c in CASES] + [(c, 4) for c in ON_FOUR]
+    ("case", "world_size", "dtype"),
+    [(case, count, dtype) for count in WORLD_SIZES for case in CASES for dtype in TOLERANCE]
+    + [(case, 4, "float32") for case in ON_FOUR],
 )
 def test_answers_equal_those_of_replicated(answered, expected, case, world_size, num_modules, dtype):
     for rank, results in enumerate(answered(world_size, dtype)):

@@ -29,6 +29,7 @@ COMMAND_TIMEOUT_S = 150
 # Console blocks by their first command: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
     "README.md": [
+        "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
         "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan "
         "train.batch_size=64",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,10 @@ def replicated(toy) -> Path:
     ],
 )
 def test_training_equals_that_of_a_replicated_teacher_in_one_process(toy, replicated, name, overrides):
-    output_dir = toy / name
-    options = [f"output_dir={output_dir}", f"cache_dir={toy / name}-cache", "train.batch_size=4"]
+    output_dir, cache_dir = toy / name, toy / f"{name}-cache"
+    # Prompts need no teacher; it draws the rollout again, sharded, and is asked for the targets of training.
+    shutil.copytree(toy / "cache", cache_dir, ignore=shutil.ignore_patterns("rollout*"))
+    options = [f"output_dir={output_dir}", f"cache_dir={cache_dir}", "train.batch_size=4"]
     overrides = ["teacher.placement=sharded", *overrides]
     result = launch(CONFIGS / f"{name}.yaml", "train", str(toy / "recipe.yaml"), *options, *overrides)
     assert result.code == 0, result.stderr

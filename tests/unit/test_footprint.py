@@ -95,7 +95,7 @@ def test_int8_is_refused_where_it_would_be_wrong(name):
 
 
 def test_worlds_that_do_not_suit_a_placement_are_refused():
-    with pytest.raises(UserError, match=r"teacher\.rank is 2 and 2 process"):
+    with pytest.raises(UserError, match=r"teacher\.rank is 2 and the run has 2 rank"):
         check_placement(Options(path="-", placement="rank0", rank=2), 2, False)
     nvme = Options(path="-", placement="sharded", offload="nvme", nvme_path="/tmp")
     with pytest.raises(UserError, match="only DeepSpeed does"):
