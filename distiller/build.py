@@ -66,6 +66,12 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
+    dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
+    student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
+    under_deepspeed = world.engine.startswith("deepspeed")
+    setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
+    if task.needs_live_teacher:
+        setup = decide(task.network, setup)
     identity = Identity(
         world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
     )
@@ -75,14 +81,11 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     _announce(world.notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
-    dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
-        student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
-        under_deepspeed = world.engine.startswith("deepspeed")
-        setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
-        setup = decide(task.network, setup)
+        if not task.needs_live_teacher:
+            setup = decide(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started

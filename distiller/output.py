@@ -16,7 +16,13 @@ from distiller.recipe_file import dump
 
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
-MAY_CHANGE_ON_RESUME = ("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers")
+# Where the teacher lives changes no number, and after an out-of-memory it is what a user wants to change.
+MAY_CHANGE_ON_RESUME = (
+    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers"),
+    *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
+    *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
+    *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads"),
+)
 SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
 
 

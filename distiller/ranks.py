@@ -35,7 +35,8 @@ class Ranks:
         if not dist.is_initialized():
             return Ranks(device, 0, 1, 0, 1, None, None)
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        # DeepSpeed's own launcher has another name for it.
+        local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
         first = rank - int(os.environ.get("LOCAL_RANK", rank))
         everyone = node = None
         if world_size > 1:

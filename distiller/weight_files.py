@@ -58,7 +58,10 @@ class WeightFiles:
         """Raises UserError for a file that is not complete safetensors."""
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
-            self.tensors |= _read_header(file)
+            found = _read_header(file)
+            if twice := sorted(self.tensors.keys() & found.keys()):
+                raise UserError(f"{file}: holds {twice[0]}, and so does another file of the same model; remove one")
+            self.tensors |= found
         self._descriptors = {file: os.open(file, os.O_RDONLY) for file in files}
 
     def read(self, name: str, target: Tensor) -> None:

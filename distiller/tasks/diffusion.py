@@ -190,6 +190,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         report = compare(
             self._recipe, self.files, self.network, teacher, student, prompts, labels, judge, dtype, device
         )
+        teacher.close()
         ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
 

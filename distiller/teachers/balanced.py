@@ -12,7 +12,8 @@ from distiller.teachers.spread import Spread
 class BalancedTeacher(Teacher):
     """Shares as Accelerate balances them, between blocks. Every rank sends its own requests through all GPUs.
 
-    `predict` does not communicate; `close` does.
+    On GPUs the ranks take turns, so all of a node call `predict` equally
+    often; `close` communicates.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:

@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,7 @@ class CpuTeacher(Teacher):
 
     def close(self) -> None:
         if self._wide is not None:
-            self._wide.passing.close()
+            self._wide.close()
             self._wide = None
         self._modules.clear()
         self._host.close()
@@ -105,7 +106,7 @@ class CpuTeacher(Teacher):
         if speed > 1:
             self._wide = wide
         else:
-            wide.passing.close()
+            wide.close()
         if self._ranks.is_main:
             chosen = f"float32, {speed:.1f} times as fast as" if speed > 1 else f"{own_name}, float32 is no faster than"
             print(f"teacher.placement cpu: a block computes in {chosen} {own_name} here")
@@ -134,8 +135,18 @@ class _WideModules:
             self.modules[name] = wide
         slots = make_slots(max(passing.unit.num_bytes for passing in units), min(NUM_WIDE_SLOTS, len(units)), CPU)
         self.num_bytes += sum(slot.buffer.nbytes for slot in slots)
-        feed = ThreadFeed(lambda unit, buffer: _widen(*self._sources[unit], buffer))
+        feed = ThreadFeed(partial(_widen_unit, self._sources))
         self.passing = PassingModules(network, dict(self.modules), units, slots, feed, CPU, amortise=True)
+
+    def close(self) -> None:
+        """Lets go of the host copy, of which the sources are parts."""
+        self.passing.close()
+        self.modules.clear()
+        self._sources.clear()
+
+
+def _widen_unit(sources: list, unit: int, buffer: Tensor) -> None:
+    _widen(*sources[unit], buffer)
 
 
 def _widen(ours, theirs, source: Tensor, buffer: Tensor) -> None:

@@ -51,6 +51,11 @@ def location_of(name: str, device_map: Mapping[str, Location]) -> Location | Non
     return device_map[name]
 
 
+def num_devices(ranks: Ranks) -> int:
+    """How many devices a map may number: the node's GPUs, or without any its ranks."""
+    return torch.cuda.device_count() if ranks.device.type == "cuda" else ranks.local_world_size
+
+
 def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Module], num_devices: int) -> None:
     """Raises UserError for a name that no module has, a device that there is not, or a tensor without a place."""
     known = {""}

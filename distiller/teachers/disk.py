@@ -59,3 +59,4 @@ class DiskTeacher(Teacher):
         self._passing.close()
         for plan in self._plans:
             plan.close_files()
+        self._plans.clear()

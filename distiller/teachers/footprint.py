@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from distiller.errors import UserError
 from distiller.room import free_gpu_bytes, free_host_bytes
+from distiller.teacher_config import Teacher
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.layout import REST, lay_out
 
 GIB = 2**30
+DEVICE_MAPS = ("balanced", "sequential", "custom")
 AUTO_SHARE = 0.8
 """Of free memory that `auto` gives to teacher and student before it spreads the teacher."""
 
@@ -52,6 +54,7 @@ class Room:
     host: int
     num_ranks: int
     num_gpus: int
+    gpu_of_ranks: tuple[int, ...] = ()
 
 
 def measure(network: Network, dtype: torch.dtype) -> Sizes:
@@ -99,15 +102,21 @@ def room_of(setup: Setup) -> Room:
     else:
         host -= setup.reserved_bytes * ranks.local_world_size
     found = ranks.gather((gpu, host))
-    least_gpu = None if gpu is None else min(one for one, _ in found)
-    return Room(least_gpu, min(one for _, one in found), ranks.local_world_size, num_gpus)
+    of_ranks = tuple(one for one, _ in found if one is not None)
+    return Room(min(of_ranks, default=None), min(one for _, one in found), ranks.local_world_size, num_gpus, of_ranks)
 
 
-def check_fits(name: str, needs: Mapping[str, Footprint], room: Room) -> None:
-    """Raises UserError when the placement does not fit, naming those that do."""
-    if name not in needs or _fits(needs[name], room):
+def check_fits(options: Teacher, needs: Mapping[str, Footprint], room: Room) -> None:
+    """Raises UserError when the placement does not fit, naming those that do.
+
+    Device maps look at each GPU themselves, before weights are read; `rank0` needs room on one GPU alone.
+    """
+    name = options.placement
+    if name == "rank0" and room.gpu_of_ranks:
+        room = replace(room, gpu=room.gpu_of_ranks[options.rank])
+    if name not in needs or (name in DEVICE_MAPS and room.gpu is not None) or _fits(needs[name], room):
         return
-    others = [other for other, need in needs.items() if _fits(need, room)]
+    others = [other for other, need in needs.items() if other != name and _fits(need, room)]
     where, need, free = "of host memory", needs[name].host, room.host
     if room.gpu is not None and needs[name].gpu > room.gpu:
         where, need, free = "on a GPU", needs[name].gpu, room.gpu
@@ -118,7 +127,7 @@ def check_fits(name: str, needs: Mapping[str, Footprint], room: Room) -> None:
 
 
 def choose(needs: Mapping[str, Footprint], room: Room, student_bytes: int) -> tuple[str, str]:
-    """`auto`: the placement, and why, in one line."""
+    """`auto`: the placement, and why, in one line. `needs` are those of the placements that may run here."""
     whole, count = needs["replicated"], room.num_gpus if room.gpu is not None else room.num_ranks
     taken, free = (whole.host, room.host) if room.gpu is None else (whole.gpu, room.gpu)
     students = student_bytes * (room.num_ranks if room.gpu is None else 1)
@@ -126,14 +135,11 @@ def choose(needs: Mapping[str, Footprint], room: Room, student_bytes: int) -> tu
     share = f"teacher and student take {taken / GIB:.2f} of {free / GIB:.2f} GiB free"
     if taken < AUTO_SHARE * free:
         return "replicated", f"{share}, less than {AUTO_SHARE:.0%}"
-    if count >= 2:
-        return "balanced", f"{share}, {AUTO_SHARE:.0%} or more, and there are {count} devices"
-    return "cpu", f"{share}, {AUTO_SHARE:.0%} or more, and there is one device"
-
-
-def older_rule(room: Room) -> str:
-    """What the older trainer would have chosen: it counted GPUs."""
-    return "balanced" if room.num_gpus >= 2 else "cpu"
+    order = ("balanced", "cpu", "streamed", "disk")[0 if count > 1 else 1 :]
+    candidates = [name for name in order if name in needs and _fits(needs[name], room)]
+    devices = f"{count} devices" if count > 1 else "one device"
+    name = candidates[0] if candidates else "replicated"
+    return name, f"{share}, {AUTO_SHARE:.0%} or more; {devices}"
 
 
 def _fits(need: Footprint, room: Room) -> bool:

@@ -18,6 +18,8 @@ from distiller.weight_files import WeightFiles
 ALIGNMENT = 256
 """Of every tensor in a buffer, in bytes: what CUDA's own allocator gives."""
 
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
 REST = ""
 """The unit of all that belongs to no block."""
 
@@ -81,7 +83,17 @@ def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
 
 
 def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
-    """Raises UserError unless the files hold every tensor in its shape."""
+    """Raises UserError unless the files hold every tensor in its shape, in floating point, and nothing else.
+
+    What a module does not know would be scales of quantised weights, say, without which the others mean nothing.
+    """
+    known = {name for unit in units for entry in unit.entries for name in entry.names}
+    if unknown := sorted(set(files.tensors) - known):
+        raise UserError(
+            f"{origin}: its weights hold {unknown[0]}, which the model of its config.json does not have"
+            f"{f' (and {len(unknown) - 1} more such)' if len(unknown) > 1 else ''}; give the unquantised model that "
+            "belongs to the config"
+        )
     for unit in units:
         for entry in unit.entries:
             stored = next((files.tensors[name] for name in entry.names if name in files.tensors), None)
@@ -91,6 +103,11 @@ def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
                 raise UserError(
                     f"{origin}: {entry.names[0]} has shape {list(stored.shape)} in the weights and "
                     f"{list(entry.shape)} by its config.json; the two do not belong together"
+                )
+            if entry.dtype.is_floating_point and stored.dtype not in PLAIN_DTYPES:
+                raise UserError(
+                    f"{origin}: {entry.names[0]} is stored as {str(stored.dtype).removeprefix('torch.')}, so it is "
+                    "quantised; give the unquantised model (teacher.quantization quantises it)"
                 )
 
 

@@ -10,8 +10,9 @@ from distiller.ranks import Ranks
 from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Network, Setup, Teacher
-from distiller.teachers.footprint import check_fits, choose, footprints, measure, older_rule, room_of
-from distiller.teachers.rules import check_placement
+from distiller.teachers.device_maps import check_custom_map, num_devices
+from distiller.teachers.footprint import check_fits, choose, footprints, measure, room_of
+from distiller.teachers.rules import check_placement, may_run
 
 
 def decide(network: Network, setup: Setup) -> Setup:
@@ -19,19 +20,22 @@ def decide(network: Network, setup: Setup) -> Setup:
 
     Raises UserError, before any weight is read, naming what would fit.
     """
-    options = setup.options
-    check_placement(options, setup.ranks.world_size, setup.under_deepspeed)
+    options, ranks = setup.options, setup.ranks
+    check_placement(options, ranks.world_size, setup.under_deepspeed)
+    if options.placement == "custom":
+        modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
+        check_custom_map(options.device_map or {}, modules, num_devices(ranks))
     sizes, room = measure(network, setup.dtype), room_of(setup)
     if options.quantization == "int8":
         sizes = sizes.scaled(1 / setup.dtype.itemsize)
     needs = footprints(sizes, setup, room)
+    needs = {name: n for name, n in needs.items() if may_run(options, name, ranks.world_size, setup.under_deepspeed)}
     if options.placement == "auto":
         name, reason = choose(needs, room, setup.reserved_bytes)
-        if setup.ranks.is_main:
-            print(f"teacher.placement auto: {name} ({reason}; the older trainer's rule: {older_rule(room)})")
+        if ranks.is_main:
+            print(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
-        check_placement(options, setup.ranks.world_size, setup.under_deepspeed)
-    check_fits(options.placement, needs, room)
+    check_fits(options, needs, room)
     return replace(setup, options=options)
 
 
@@ -48,6 +52,10 @@ def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, de
     a disk stream from there.
     """
     changes: dict[str, object] = {"rank": 0}
-    if options.placement == "sharded" and options.offload != "none":
-        changes["placement"] = "streamed" if options.offload == "cpu" else "disk"
+    if options.placement == "sharded":
+        alone = {"none": "balanced" if torch.cuda.device_count() > 1 else "replicated", "cpu": "streamed"}
+        changes["placement"] = alone.get(options.offload, "disk")
+    if options.device_map is not None and device.type == "cpu":
+        # Without GPUs the numbers stood for ranks, of which there is one.
+        changes["device_map"] = {k: 0 if isinstance(v, int) else v for k, v in options.device_map.items()}
     return open_teacher(network, Setup(dtype, options.model_copy(update=changes), Ranks.join(device)))

@@ -40,14 +40,15 @@ class PassingModules:
         device: torch.device,
         amortise: bool,
     ) -> None:
-        self._network, self._modules, self._units, self._amortise = network, modules, units, amortise
+        self._network, self._modules, self._amortise = network, modules, amortise
+        self._units: Sequence[PassingUnit] = units
         self._ring, self._lockstep, self._num_slots = Ring(slots, feed), Lockstep(device), len(slots)
         self._bindings: dict[tuple[int, int], Binding] = {}
         self._handles = []
         for number, passing in enumerate(units):
             block = passing.module.get_submodule(passing.unit.name)
             self._handles.append(block.register_forward_pre_hook(self._bring(number)))
-            self._handles.append(block.register_forward_hook(self._take_away(number)))
+            self._handles.append(block.register_forward_hook(self._take_away(number), always_call=True))
 
     def run(self, agenda: Agenda) -> list[list[Outputs]]:
         """Outputs of each call; with `amortise`, the calls of a module pass each block together."""
@@ -71,8 +72,10 @@ class PassingModules:
         self._ring.close()
         for handle in self._handles:
             handle.remove()
+        self._handles.clear()
         self._modules.clear()
         self._bindings.clear()
+        self._units = ()
 
     def _bring(self, number: int):
         def hook(block: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -6,6 +6,7 @@ a step of 6,240 tokens on two H200.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import torch
@@ -94,8 +95,10 @@ class PeerFeed(Feed):
 
     def _map_slots(self, slots: Sequence[Slot]) -> list[list[int]]:
         """Addresses of the slots of every rank of the node; of this one, its own."""
-        handles = self._ranks.gather_on_node([driver.export_memory(slot.buffer.data_ptr()) for slot in slots])
         addresses: list[list[int]] = []
+
+        def export_all() -> list[tuple[bytes, int]]:
+            return [driver.export_memory(slot.buffer.data_ptr()) for slot in slots]
 
         def map_all() -> None:
             for peer, of_peer in enumerate(handles):
@@ -109,6 +112,7 @@ class PeerFeed(Feed):
                 addresses.append([self._mapped[handle] + offset for handle, offset in of_peer])
 
         try:
+            handles = self._ranks.gather_on_node(self._ranks.all_succeed(export_all))
             self._ranks.all_succeed(map_all)
         except RunError as error:
             raise UserError(
@@ -119,7 +123,12 @@ class PeerFeed(Feed):
 
 
 def has_peer_access(ranks: Ranks) -> bool:
-    """Whether every GPU of the node's ranks can write to every other one. Communicates."""
+    """Whether every GPU of the node's ranks can write to every other one. Communicates.
+
+    NCCL_P2P_DISABLE=1 is how people say that theirs only pretend to.
+    """
+    if os.environ.get("NCCL_P2P_DISABLE") == "1":
+        return False
     gpus = ranks.gather_on_node(ranks.device.index)
     own = all(torch.cuda.can_device_access_peer(ranks.device, gpu) for gpu in gpus if gpu != ranks.device.index)
     return all(ranks.gather_on_node(own))

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from importlib.util import find_spec
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from distiller.errors import UserError
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.filling import Plan, plan_modules
 from distiller.teachers.layout import lay_out
@@ -24,8 +22,6 @@ def plan_held(network: Network, setup: Setup, is_reader: bool) -> list[Plan]:
     """
     if setup.options.quantization == "none":
         return plan_modules(network, setup, is_reader)
-    if find_spec("bitsandbytes") is None:
-        raise UserError("teacher.quantization=int8 needs bitsandbytes; run: pip install 'distiller[quantization]'")
     plans = plan_modules(network, setup, is_reader)
     for plan in plans:
         # What is in 16 bits beside float32 islands is what may be converted, whatever the teacher's dtype is.

@@ -65,9 +65,11 @@ class Ring:
             return self._current
         self.leave()
         self._skip_to(unit)
-        self._current = self._flying.popleft()
-        self._feed.wait(self._current)
-        return self._current
+        slot = self._flying.popleft()
+        # First: a slot whose copy has failed must not look filled.
+        self._feed.wait(slot)
+        self._current = slot
+        return slot
 
     def leave(self) -> None:
         """The last unit entered is no longer needed; its slot is filled anew."""

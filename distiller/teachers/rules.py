@@ -6,6 +6,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from distiller.errors import UserError
 from distiller.teacher_config import Teacher
@@ -37,13 +38,22 @@ RULES: dict[str, Rule] = {
         "`ring_blocks` and `resident_blocks`", "one page-locked copy, shared", "yes", "yes", "shares of blocks"
     ),
     "disk": Rule("as streamed", "page cache, two blocks a rank", "yes", "yes", "nothing"),
-    "balanced": Rule("its part of one copy", "none", "yes", "yes", "nothing: GPUs read each other's memory"),
+    "balanced": Rule("its part of one copy", "none", "yes", "yes", "turns on the GPUs"),
     "sequential": Rule("its part of one copy", "none", "yes", "yes", "as balanced"),
     "custom": Rule("as `device_map` says", "as `device_map` says", "yes", "yes", "as balanced"),
     "rank0": Rule("whole on one rank", "none", "yes", "yes", "inputs and outputs"),
     "sharded": Rule("1/N, and one block or two", "none, or 1/N a rank", "FSDP2", "ZeRO-3", "every block, gathered"),
     "swap": Rule("whole while it runs", "one copy a rank", "yes", "yes", "nothing"),
 }
+
+
+def may_run(teacher: Teacher, name: str, num_processes: int, under_deepspeed: bool) -> bool:
+    """Whether this placement could take the place of the recipe's."""
+    try:
+        check_placement(teacher.model_copy(update={"placement": name}), num_processes, under_deepspeed)
+    except UserError:
+        return False
+    return True
 
 
 def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool) -> None:
@@ -62,6 +72,8 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
             f"teacher.rank is {teacher.rank} and the run has {num_processes} rank(s), counted from 0; give at most "
             f"{num_processes - 1}, or start more processes"
         )
+    if teacher.quantization == "int8" and find_spec("bitsandbytes") is None:
+        raise UserError("teacher.quantization=int8 needs bitsandbytes; run: pip install 'distiller[quantization]'")
     if name == "sharded" and teacher.offload == "nvme" and not under_deepspeed:
         raise UserError(
             "teacher.offload is nvme, which only DeepSpeed does, and the student's engine is not DeepSpeed; use a ZeRO "

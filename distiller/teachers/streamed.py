@@ -11,10 +11,11 @@ from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, T
 from distiller.teachers.feeds import FileReader, GatherFeed, HostFeed, ThreadFeed
 from distiller.teachers.filling import Plan, load_everywhere, plan_modules
 from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
+from distiller.teachers.layout import ALIGNMENT, REST, Unit, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
 from distiller.teachers.peer_feed import PeerFeed, has_peer_access
 from distiller.teachers.ring import Feed, Slot
+from distiller.weight_files import WeightFiles
 
 FILL_THREADS = 4
 
@@ -33,26 +34,32 @@ class StreamedTeacher(Teacher):
         self._is_sharing = shares_transfers(setup)
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
         resident = choose_resident(plans, setup)
-        units, files, self._resident_bytes = [], [], 0
-        for plan in plans:
-            stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
-            self._resident_bytes += load_everywhere(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
-            passing = [unit for unit in plan.units if unit not in stays]
-            units += [PassingUnit(plan.name, plan.module, unit) for unit in passing]
-            files += [plan.files] * len(passing)
+        stays = {
+            plan.name: [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
+            for plan in plans
+        }
+        passing = [(plan, unit) for plan in plans for unit in plan.units if unit not in stays[plan.name]]
+        units = [PassingUnit(plan.name, plan.module, unit) for plan, unit in passing]
 
+        # All that can be refused for lack of memory or of a right comes before weights are read.
         step = ALIGNMENT * (count if self._is_sharing else 1)
-        sizes = [-(-passing.unit.num_bytes // step) * step for passing in units]
-        self._host = HostCopy.make(sizes, setup.ranks)
-        setup.ranks.all_succeed(lambda: self._fill(units, files) if setup.ranks.is_local_main else None)
-        for plan in plans:
-            plan.close_files()
+        sizes = [-(-unit.num_bytes // step) * step for _, unit in passing]
+        self._host = setup.ranks.all_succeed(lambda: HostCopy.make(sizes, setup.ranks))
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
         slots = make_slots(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
         self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
+        feed = self._feed(slots)
+
+        self._resident_bytes = 0
+        for plan in plans:
+            self._resident_bytes += load_everywhere(plan, stays[plan.name], setup.ranks) + own_buffer_bytes(plan.module)
+        sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
+        setup.ranks.all_succeed(lambda: self._fill(sources) if setup.ranks.is_local_main else None)
+        for plan in plans:
+            plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
-        self._passing = PassingModules(network, modules, units, slots, self._feed(slots), device, options.amortise)
+        self._passing = PassingModules(network, modules, units, slots, feed, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
@@ -67,9 +74,9 @@ class StreamedTeacher(Teacher):
         self._passing.close()
         self._host.close()
 
-    def _fill(self, units: list[PassingUnit], files: list) -> None:
-        reader = FileReader([(passing.unit, file) for passing, file in zip(units, files, strict=True)], FILL_THREADS)
-        for number in range(len(units)):
+    def _fill(self, sources: Sequence[tuple[Unit, WeightFiles]]) -> None:
+        reader = FileReader(sources, FILL_THREADS)
+        for number in range(len(sources)):
             reader.fill(number, self._host.piece(number))
         reader.close()
 

@@ -148,6 +148,8 @@ def check_transformer_config(config: Mapping[str, Any], origin: str) -> None:
     kind = config.get("_class_name", "WanTransformer3DModel")
     if kind != "WanTransformer3DModel":
         raise UserError(f"{origin} describes a {kind}; it must be a WanTransformer3DModel")
+    if config.get("quantization_config"):
+        raise UserError(f"{origin} is of a quantised model; give the plain one (teacher.quantization quantises it)")
     for key in WHOLE_NUMBERS:
         if type(config[key]) is not int or config[key] < 1:
             raise UserError(f"{origin}: {key} is {config[key]!r}; it must be a whole number above 0")

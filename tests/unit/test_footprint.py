@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from distiller.errors import UserError
 from distiller.teacher_config import Teacher as Options
@@ -45,9 +46,9 @@ def test_every_placement_has_a_rule_and_a_footprint():
     ],
 )
 def test_what_does_not_fit_is_refused_with_what_does(name, free_gib, host_gib, fitting):
-    needs, room, _ = on_gpus(2, free_gib, host_gib)
+    needs, room, made = on_gpus(2, free_gib, host_gib, placement=name)
     with pytest.raises(UserError, match=rf"teacher\.placement {name} takes .* GiB .*these fit: {', '.join(fitting)}$"):
-        check_fits(name, needs, room)
+        check_fits(made.options, needs, room)
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,30 @@ def test_auto_runs_and_says_what_it_chose(tmp_path, capsys):
     teacher = open_teacher(ToyNetwork(save_toy(tmp_path)), setup(placement="auto"))
     teacher.close()
     assert capsys.readouterr().out.startswith("teacher.placement auto: replicated (teacher and student take 0.00 of ")
+
+
+def test_auto_takes_what_fits_when_its_first_choices_do_not():
+    needs, room, _ = on_gpus(1, 30, host_gib=8)
+    assert choose(needs, room, student_bytes=2 * GIB)[0] == "disk"
+
+
+def test_one_large_gpu_is_enough_for_rank0():
+    needs, room, made = on_gpus(2, 10, placement="rank0", rank=1)
+    check_fits(made.options, needs, replace(room, gpu_of_ranks=(10 * GIB, 60 * GIB)))
+    with pytest.raises(UserError, match="rank0 takes"):
+        check_fits(made.options, needs, replace(room, gpu_of_ranks=(60 * GIB, 10 * GIB)))
+
+
+def test_a_quantised_checkpoint_is_refused(tmp_path):
+    """int8 weights without their scales are numbers too, and were read as such once."""
+    network = ToyNetwork(save_toy(tmp_path))
+    state = load_file(tmp_path / "first.safetensors")
+    save_file(state | {"embed.SCB": torch.ones(16)}, tmp_path / "first.safetensors")
+    with pytest.raises(UserError, match="hold embed.SCB, which the model of its config"):
+        open_teacher(network, setup())
+    save_file(state | {"embed.weight": torch.ones(16, 16, dtype=torch.int8)}, tmp_path / "first.safetensors")
+    with pytest.raises(UserError, match="embed.weight is stored as int8, so it is quantised"):
+        open_teacher(network, setup())
 
 
 def test_the_sizes_are_those_of_the_weights(tmp_path):

@@ -13,7 +13,7 @@ from torch import nn
 
 from distiller.errors import UserError
 from distiller.teacher_config import Teacher
-from distiller.teachers import Outputs, Request, quantized
+from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
 from distiller.teachers.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
 from distiller.teachers.opening import open_teacher
@@ -123,6 +123,6 @@ def test_a_weight_takes_half_of_its_bytes_in_bfloat16(pipeline):
 
 
 def test_without_bitsandbytes_it_says_what_to_install(pipeline, monkeypatch):
-    monkeypatch.setattr(quantized, "find_spec", lambda name: None)
+    monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'distiller\[quantization\]'"):
         open_teacher(WatchedNetwork(pipeline), setup(quantization="int8"))
