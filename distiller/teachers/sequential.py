@@ -12,8 +12,8 @@ from distiller.teachers.spread import Spread
 class SequentialTeacher(Teacher):
     """The first GPUs are filled up to what the student needs there, in Accelerate's way; the last may stay empty.
 
-    Every rank sends its own requests through all GPUs in use. On GPUs the ranks take turns, so all of a node call `predict` equally
-    often; `close` communicates.
+    Every rank sends its own requests through all GPUs in use. There the ranks take turns, so all of a node call
+    `predict` equally often; `close` communicates.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:

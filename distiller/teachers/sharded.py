@@ -43,7 +43,7 @@ class ShardedTeacher(Teacher):
         self._host_bytes = 0
 
     def _run(self, agenda: Agenda) -> list[list[Outputs]]:
-        outputs = run_agenda(self._network, self._shards.modules, agenda)
+        results = run_agenda(self._network, self._shards.modules, agenda)
         for name, _ in agenda:
             self._shards.settle(name)
-        return outputs
+        return results
