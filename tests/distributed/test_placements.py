@@ -57,7 +57,9 @@ def expected(weights):
 @pytest.mark.parametrize("num_modules", [1, 2])
 @pytest.mark.parametrize(
     ("case", "world_size", "dtype"),
-    [(case, count, dtype) for count in WORLD_SIZES for case in CASES for dtype in TOLERANCE]
+    # bfloat16 with its float32 islands on two ranks only: a start of the ranks costs most of a minute on two cores.
+    [(case, count, "float32") for count in WORLD_SIZES for case in CASES]
+    + [(case, 2, "bfloat16") for case in CASES]
     + [(case, 4, "float32") for case in ON_FOUR],
 )
 def test_answers_equal_those_of_replicated(answered, expected, case, world_size, num_modules, dtype):
