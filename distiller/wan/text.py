@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.stages import Stage, digest_of
 from distiller.wan.pipeline import WanFiles
@@ -59,6 +60,9 @@ def encode_prompts(
 
 def load_text_encoder(files: WanFiles, dtype: torch.dtype, device: torch.device) -> WanPipeline:
     """The pipeline with its text encoder and tokenizer only."""
+    # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks: this
+    # one is loaded by one rank alone, which would wait for the others for ever.
+    unset_hf_deepspeed_config()
     root = files.fetch("text_encoder", "tokenizer", "scheduler")
     pipeline = WanPipeline.from_pretrained(
         root,

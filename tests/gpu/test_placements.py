@@ -41,6 +41,8 @@ def answered(tmp_path_factory):
 @pytest.mark.parametrize("world_size", [n for n in (1, 2, 4) if n <= NUM_GPUS])
 @pytest.mark.parametrize("case", CASES)
 def test_answers_equal_those_of_replicated(answered, case, world_size, dtype):
+    if case == "sharded, offloaded" and world_size == 1:
+        pytest.skip("refused: there is nobody to share with, and streamed does better")
     loose = placement_of(case) in ("rank0", "cpu")
     for rank, results in enumerate(answered(world_size, dtype)):
         for num_modules in (1, 2):
