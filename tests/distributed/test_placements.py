@@ -13,6 +13,8 @@ from tests.distributed.ranks import on_ranks
 from tests.placement_contract import CASES, answers, answers_of_cases, open_case, placement_of, train_cases
 from tests.toy_network import ToyNetwork, save_toy
 
+# The first test of each world starts its ranks and runs all of their cases.
+pytestmark = pytest.mark.timeout(500)
 WORLD_SIZES = (1, 2)
 ON_FOUR = [case for case in CASES if placement_of(case) in ("rank0", "cpu", "balanced")]
 # Batched rows (rank0), other ranks' stand-ins and another kernel for another batch size round differently.
@@ -32,7 +34,7 @@ def answered(weights):
     def get(world_size: int, dtype: str) -> list[dict[str, Any]]:
         if (world_size, dtype) not in known:
             cases = list(CASES) if world_size < 4 else ON_FOUR
-            known[world_size, dtype] = on_ranks(world_size, answers_of_cases, weights, cases, dtype, timeout_s=200)
+            known[world_size, dtype] = on_ranks(world_size, answers_of_cases, weights, cases, dtype, timeout_s=400)
         return known[world_size, dtype]
 
     return get
@@ -81,7 +83,7 @@ def trained(weights, tmp_path_factory):
             cases = list(CASES) if world_size < 4 else ON_FOUR
             folder = tmp_path_factory.mktemp(f"trained-{world_size}")
             arguments = (weights, folder, cases, 8 // world_size, [1, 2])
-            known[world_size] = on_ranks(world_size, train_cases, *arguments, timeout_s=200)[0]
+            known[world_size] = on_ranks(world_size, train_cases, *arguments, timeout_s=400)[0]
         return known[world_size]
 
     return get
