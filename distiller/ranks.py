@@ -93,19 +93,11 @@ class Ranks:
 
     def gather_on_node(self, value: Any) -> list[Any]:
         """A small plain value of every rank of the node, in rank order. Communicates."""
-        if self.node is None:
-            return [value]
-        values: list[Any] = [None] * self.local_world_size
-        dist.all_gather_object(values, value, self.node)
-        return values
+        return _gathered(self.node, value)
 
     def gather(self, value: Any) -> list[Any]:
         """A small plain value of every rank, in rank order. Communicates."""
-        if self.everyone is None:
-            return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, self.everyone)
-        return values
+        return _gathered(self.everyone, value)
 
     def all_succeed(self, action: Callable[[], Any]) -> Any:
         """Runs something on every rank; where it fails on one, it fails on all. Communicates."""
@@ -118,6 +110,14 @@ class Ranks:
         if failed:
             _raise(*failed[0][1], rank=failed[0][0] if self.world_size > 1 else None, cause=error)
         return result
+
+
+def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+    if group is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def _shared(group: dist.ProcessGroup | None, source: int, is_source: bool, make: Callable[[], Any]) -> Any:

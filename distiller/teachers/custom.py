@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
+from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_maps import DeviceMap
-from distiller.teachers.spread import Spread
+from distiller.teachers.spread import SpreadTeacher
 
 
-class CustomTeacher(Teacher):
+class CustomTeacher(SpreadTeacher):
     """A map from names to GPU numbers, `cpu` (one host copy) or `disk`, by Accelerate's convention.
 
     Every rank sends its own requests through all of it. On GPUs the ranks take turns, so all of a node call `predict`
@@ -18,13 +16,4 @@ class CustomTeacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         device_map: DeviceMap = dict(setup.options.device_map or {})
-        self._spread = Spread(network, setup, lambda *_: device_map, reads_in_use="disk" in device_map.values())
-
-    def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        return self._spread.predict(requests)
-
-    def memory(self) -> TeacherMemory:
-        return self._spread.memory()
-
-    def close(self) -> None:
-        self._spread.close()
+        super().__init__(network, setup, lambda *_: device_map, reads_in_use="disk" in device_map.values())

@@ -9,7 +9,7 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
-from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, TeacherMemory, answer
+from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.device_maps import DeviceMap, Location, check_room, room_of_devices
 from distiller.teachers.feeds import FileReader
 from distiller.teachers.filling import Plan, staging_buffer
@@ -24,8 +24,10 @@ MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
 """(module without weights, its blocks, bytes that each device has for it) -> where its parts go."""
 
 
-class Spread:
+class SpreadTeacher(Teacher):
     """Weights that the node's ranks share, and hooks that take each rank's own forward pass through them.
+
+    Abstract: a placement hands it the map.
 
     On GPUs: numbered parts lie in the GPUs' memory, which the node's first rank owns and the others map; `cpu` parts in
     host memory that all ranks map, from where each copies a block to its own GPU when it runs; `disk` parts are read
