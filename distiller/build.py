@@ -18,7 +18,8 @@ from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
-from distiller.launch import is_deepspeed_launch, open_world, resolve_accumulation
+from distiller.launch import open_world, resolve_accumulation
+from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import world_size

@@ -17,13 +17,9 @@ from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
-from distiller.launch import (
-    check_precision,
-    check_request,
-    is_deepspeed_launch,
-    read_launch_file,
-    resolve_accumulation,
-)
+from distiller.launch import check_precision, resolve_accumulation
+from distiller.launch_deepspeed import is_deepspeed_launch
+from distiller.launch_request import check_request, read_launch_file
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.recipe_file import load
