@@ -19,7 +19,8 @@ from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.launch import open_world, resolve_accumulation
-from distiller.launch_deepspeed import is_deepspeed_launch
+from distiller.launch_deepspeed import Offload, deepspeed_config, is_deepspeed_launch, offloaded_parts
+from distiller.launch_rules import check_nvme_room
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import world_size
@@ -70,7 +71,14 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
     under_deepspeed = world.engine.startswith("deepspeed")
-    setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
+    offload = offloaded_parts(accelerator) if under_deepspeed else Offload()
+    host_bytes = offloaded_bytes(task.num_trained_parameters(), offload, accelerator.num_processes)
+    ranks = Ranks.join(accelerator.device)
+    if "nvme" in (offload.optimizer, offload.parameters):
+        zero = deepspeed_config(accelerator)["zero_optimization"]
+        local_share = ranks.local_world_size / ranks.world_size
+        ranks.all_succeed(lambda: check_nvme_room(zero, task.num_trained_parameters(), local_share))
+    setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, student_bytes, host_bytes)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)
     identity = Identity(
@@ -165,6 +173,19 @@ def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes:
     parts = zip((weights, gradients, moments), whole, strict=True)
     a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
     return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))
+
+
+def offloaded_bytes(num_parameters: int, offload: Offload, num_processes: int) -> int:
+    """What the student's state takes of the host's memory for one rank: float32 shards of what lies there.
+
+    With the optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights. What waits on a disk passes
+    through buffers, which are not counted.
+    """
+    weights, gradients, moments = 4, 4, 8
+    width = (weights + gradients + moments if offload.optimizer == "cpu" else 0) + (
+        weights if offload.parameters == "cpu" else 0
+    )
+    return num_parameters * width // num_processes
 
 
 def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:

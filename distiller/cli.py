@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from distiller import __version__
 from distiller.errors import AgreedError, QualityGateError, RunError, UserError
-from distiller.process import is_main_process, prepare_environment, rank
+from distiller.process import is_first_on_other_machine, is_main_process, prepare_environment, rank
 
 EXIT_USE, EXIT_FAILED, EXIT_GATE = 2, 1, 3
 
@@ -30,10 +31,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def complain(error: Exception, code: int) -> int:
-    """One line on stderr: from rank 0 where all ranks found the same, else from the rank that failed."""
+    """One line on stderr: from each machine's first rank where all ranks found the same, else from the one that failed.
+
+    A file that one machine lacks is found there alone, before ranks can tell each other: so that machine says it.
+    """
     is_shared = isinstance(error, UserError | AgreedError)
-    if is_main_process() or not is_shared:
+    if is_main_process() or not is_shared or is_first_on_other_machine():
         who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
+        if is_first_on_other_machine():
+            who += f" on {socket.gethostname()}"
         print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
     return code
 

@@ -17,9 +17,10 @@ from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
-from distiller.launch import check_precision, resolve_accumulation
+from distiller.launch import resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
-from distiller.launch_request import check_request, read_launch_file
+from distiller.launch_request import read_launch_file
+from distiller.launch_rules import check_precision, check_request
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import die_with_launcher, is_main_process, world_size
 from distiller.recipe_file import load
@@ -104,11 +105,6 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
-        if request.distributed_type == "NO" and num_processes > 1:
-            raise UserError(
-                f"{launch_file}: distributed_type NO starts one process and num_processes is {num_processes}; use "
-                "MULTI_GPU (with use_cpu: true on a CPU), or num_processes: 1"
-            )
     task = check_run(recipe, num_processes, under_deepspeed)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 

@@ -18,11 +18,10 @@ from accelerate.utils import (
 from distiller.config import Recipe
 from distiller.devices import has_bfloat16, set_tf32
 from distiller.errors import UserError
-from distiller.launch_deepspeed import deepspeed_config, deepspeed_plugin, is_deepspeed_launch
-from distiller.launch_request import LaunchRequest, check_request, requested_launch
+from distiller.launch_deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
+from distiller.launch_request import LaunchRequest, requested_launch
+from distiller.launch_rules import check_gpus, check_launcher, check_precision, check_request
 from distiller.process import world_size
-
-PRECISIONS = ("no", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -41,31 +40,28 @@ def open_world(recipe: Recipe) -> World:
 
     The recipe's accumulation, clipping and precision are written into Accelerate's plugins here, before `prepare`.
     """
+    check_launcher()
     request = requested_launch()
     if request is not None:
         check_request(request)
         if request.num_processes != world_size():
             raise UserError(
-                f"{request.origin} asks for {request.num_processes} processes and {world_size()} run: distributed_type "
-                f"{request.distributed_type} starts one without mpirun; use MULTI_GPU with use_cpu: true, as in "
-                "accelerate_configs/cpu_2proc.yaml"
+                f"{request.origin} asks for {request.num_processes} processes and {world_size()} run; use MULTI_GPU "
+                "with use_cpu: true, as in accelerate_configs/cpu_2proc.yaml"
             )
     use_deepspeed = is_deepspeed_launch()
     if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
         raise UserError("FSDP is not supported by this version; use accelerate_configs/ddp.yaml or zero3_offload.yaml")
     on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("true", "1")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not on_cpu and local_world_size > torch.cuda.device_count():
-        raise UserError(
-            f"{local_world_size} processes were started on this machine, which has {torch.cuda.device_count()} GPUs; "
-            "pass --num_processes or choose another launch file"
-        )
+    if not on_cpu:
+        check_gpus(local_world_size)
     notices: list[str] = []
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
-    plugin = deepspeed_plugin(recipe, precision, accumulation, notices) if use_deepspeed else None
+    plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
     # gloo is named for DeepSpeed on the CPU: with cpu=True Accelerate would drop DeepSpeed without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and world_size() > 1 else []
     accelerator = Accelerator(
@@ -108,16 +104,6 @@ def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, 
     return precision
 
 
-def check_precision(wanted: str, asked: str) -> None:
-    """Refuses (UserError) a recipe's precision `wanted` that contradicts the one `asked` for by the launch file."""
-    if asked not in PRECISIONS:
-        raise UserError(f"mixed_precision {asked} of the launch file is not supported; choose no, bf16 or fp16")
-    if asked != "no" and wanted not in ("auto", asked):
-        raise UserError(
-            f"train.mixed_precision is {wanted} and the launch file says {asked}; remove it from one of the two"
-        )
-
-
 def resolve_accumulation(recipe: Recipe, world_size: int) -> int:
     """Micro-batches an update, from the recipe and the number of processes; UserError if it does not divide."""
     train = recipe.train
@@ -136,6 +122,6 @@ def engine_name(accelerator: Accelerator) -> str:
     """single, ddp, or deepspeed-zero1|2|3[-offload], as in summary.json."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         zero = deepspeed_config(accelerator).get("zero_optimization", {})
-        devices = [zero.get(part, {}).get("device", "none") for part in ("offload_optimizer", "offload_param")]
-        return f"deepspeed-zero{zero.get('stage', 0)}" + ("-offload" if any(d != "none" for d in devices) else "")
+        is_offloaded = offloaded_parts(accelerator) != Offload()
+        return f"deepspeed-zero{zero.get('stage', 0)}" + ("-offload" if is_offloaded else "")
     return "single" if accelerator.num_processes == 1 else "ddp"

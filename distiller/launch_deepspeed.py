@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import os
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -10,6 +13,17 @@ from accelerate.utils import DeepSpeedPlugin
 
 from distiller.config import Recipe
 from distiller.errors import UserError
+from distiller.launch_request import LaunchRequest
+from distiller.launch_rules import OFFLOADED_PARTS, check_zero, fill_nvme_paths
+from distiller.teachers.swap_folder import SwapFolder
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where parts of the student's state wait outside of the GPU: none, cpu or nvme."""
+
+    optimizer: str = "none"
+    parameters: str = "none"
 
 
 def is_deepspeed_launch() -> bool:
@@ -17,7 +31,9 @@ def is_deepspeed_launch() -> bool:
     return os.environ.get("ACCELERATE_USE_DEEPSPEED", "false") == "true"
 
 
-def deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices: list[str]) -> DeepSpeedPlugin:
+def deepspeed_plugin(
+    recipe: Recipe, precision: str, accumulation: int, request: LaunchRequest | None, notices: list[str]
+) -> DeepSpeedPlugin:
     """The launch file's plugin with the recipe's accumulation, clipping and precision written in. Raises UserError."""
     try:
         plugin = DeepSpeedPlugin()
@@ -28,8 +44,10 @@ def deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices:
     except ValueError as error:
         raise UserError(f"the launch file's DeepSpeed settings are refused: {' '.join(str(error).split())}") from error
     config = plugin.deepspeed_config
-    if not config.get("zero_optimization", {}).get("stage", 0):
-        raise UserError("the launch file asks for DeepSpeed without ZeRO (stage 0); use ddp.yaml, or stage 1 to 3")
+    zero = config.get("zero_optimization", {})
+    fill_nvme_paths(zero, {} if request is None else request.options)
+    check_zero(zero)
+    _use_what_there_is(zero, notices)
     for block in ("optimizer", "scheduler"):
         if config.pop(block, None) is not None:
             notices.append(f"the DeepSpeed JSON's '{block}' block is not used: the recipe's optim section is")
@@ -54,8 +72,41 @@ def deepspeed_plugin(recipe: Recipe, precision: str, accumulation: int, notices:
     config.pop("train_batch_size", None)
     plugin.gradient_accumulation_steps = accumulation
     plugin.gradient_clipping = recipe.optim.max_grad_norm or 0.0
-    _fill_auto_sizes(config.get("zero_optimization", {}))
+    _fill_auto_sizes(zero)
     return plugin
+
+
+def _use_what_there_is(zero: dict[str, Any], notices: list[str]) -> None:
+    """Resolves what `accelerate config` offers with every stage and DeepSpeed has with some."""
+    if zero["stage"] < 3 and (zero.get("offload_param") or {}).get("device", "none") != "none":
+        notices.append(f"offload_param is ZeRO-3's and is not used under ZeRO-{zero['stage']}")
+        del zero["offload_param"]
+    devices = [(zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")]
+    if "nvme" in devices:
+        from deepspeed.ops.op_builder import AsyncIOBuilder
+
+        if not AsyncIOBuilder().is_compatible(verbose=False):
+            raise UserError(
+                "offload to nvme: DeepSpeed reads and writes with libaio, which is not installed; apt-get install "
+                "libaio-dev, or use zero3_offload.yaml"
+            )
+        _use_own_folders(zero)
+
+
+def _use_own_folders(zero: dict[str, Any]) -> None:
+    """Puts what goes to disk into a folder of this process: DeepSpeed's own names are the same in every run."""
+    folders: dict[str, str] = {}
+    for part in OFFLOADED_PARTS:
+        offload = zero.get(part) or {}
+        if offload.get("device") != "nvme":
+            continue
+        parent = str(offload["nvme_path"])
+        if parent not in folders:
+            folder = SwapFolder(Path(parent).expanduser(), f"{part}_nvme_path")
+            # However the run ends; after SIGKILL the next run finds the folder without an owner.
+            atexit.register(folder.remove)
+            folders[parent] = str(folder.path)
+        offload["nvme_path"] = folders[parent]
 
 
 def _fill_auto_sizes(zero: dict[str, Any]) -> None:
@@ -73,3 +124,10 @@ def _fill_auto_sizes(zero: dict[str, Any]) -> None:
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
     """What DeepSpeed was set up with."""
     return accelerator.state.deepspeed_plugin.deepspeed_config
+
+
+def offloaded_parts(accelerator: Accelerator) -> Offload:
+    """Where DeepSpeed was told to keep the optimizer's state and the weights."""
+    zero = deepspeed_config(accelerator).get("zero_optimization", {})
+    optimizer, parameters = ((zero.get(part) or {}).get("device", "none") for part in OFFLOADED_PARTS)
+    return Offload(optimizer, parameters)

@@ -6,10 +6,13 @@ under torchrun on a CPU machine), so the request is read again here, to be compa
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file, load_config_from_file
@@ -28,6 +31,13 @@ class LaunchRequest:
     distributed_type: str
     use_cpu: bool
     mixed_precision: str
+    num_machines: int = 1
+    file_keys: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """What the engine's own sections say (`zero_stage`, `dynamo_backend` ...), under the launcher's flags' names."""
+
+
+SECTIONS = ("deepspeed_config", "dynamo_config", "parallelism_config")
 
 
 def requested_launch() -> LaunchRequest | None:
@@ -37,19 +47,37 @@ def requested_launch() -> LaunchRequest | None:
         return None
     args = launch_command_parser().parse_args(arguments)
     # As in Accelerate: flags win over the file, and --cpu alone ignores a default file.
-    flags = {"DEEPSPEED": args.use_deepspeed, "FSDP": args.use_fsdp, "MULTI_GPU": args.multi_gpu}
+    flags = {
+        "DEEPSPEED": args.use_deepspeed,
+        "FSDP": args.use_fsdp,
+        "MULTI_GPU": args.multi_gpu,
+        "MEGATRON_LM": args.use_megatron_lm,
+        "XLA": args.tpu,
+    }
     flagged = next((kind for kind, is_set in flags.items() if is_set), None)
     file = args.config_file or (default_config_file if os.path.isfile(default_config_file) and not args.cpu else None)
     if file is None:
         processes, precision = args.num_processes or world_size(), args.mixed_precision or "no"
-        return LaunchRequest("accelerate launch", processes, flagged or "NO", args.cpu, precision)
+        machines = args.num_machines or 1
+        kind = flagged or ("MULTI_GPU" if processes > 1 else "NO")
+        return LaunchRequest(
+            "accelerate launch", processes, kind, args.cpu, precision, machines, options=_flagged_options(args)
+        )
     request = read_launch_file(Path(file), args.num_processes)
     return replace(
         request,
         distributed_type=flagged or request.distributed_type,
         use_cpu=args.cpu or request.use_cpu,
         mixed_precision=args.mixed_precision or request.mixed_precision,
+        num_machines=args.num_machines or request.num_machines,
+        options={**request.options, **_flagged_options(args)},
     )
+
+
+def _flagged_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options that were given as flags: Accelerate's parser keeps their names, and makes no list without any."""
+    given = vars(args).get("nondefault", set())
+    return {name: value for name, value in vars(args).items() if name in given}
 
 
 def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequest:
@@ -75,7 +103,20 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
         distributed_type=kind.removeprefix("DistributedType."),
         use_cpu=bool(config.use_cpu),
         mixed_precision=config.mixed_precision or "no",
+        num_machines=config.num_machines or 1,
+        file_keys=frozenset(config.deepspeed_config) | ({"mixed_precision"} if config.mixed_precision else set()),
+        options=_section_options(config),
     )
+
+
+def _section_options(config: ClusterConfig) -> dict[str, Any]:
+    sections = (config.deepspeed_config, config.dynamo_config, config.parallelism_config)
+    named: dict[str, Any] = {}
+    for name, section in zip(SECTIONS, sections, strict=True):
+        # Accelerate accepts the keys of `dynamo_config` without their prefix too.
+        prefix = "dynamo_" if name == "dynamo_config" else ""
+        named |= {prefix + key.removeprefix(prefix): value for key, value in (section or {}).items()}
+    return named
 
 
 def _load_config(file: Path) -> ClusterConfig:
@@ -89,9 +130,26 @@ def _load_config(file: Path) -> ClusterConfig:
     assert isinstance(config, ClusterConfig)
     if not isinstance(config.num_processes, int):
         raise ValueError(f"num_processes is {config.num_processes!r}, which is not a whole number")
-    if not isinstance(config.deepspeed_config, dict):
-        raise ValueError(f"deepspeed_config is {config.deepspeed_config!r}, which is not a mapping of keys")
+    for name in SECTIONS:
+        section = getattr(config, name)
+        if section is not None and not isinstance(section, dict):
+            raise ValueError(f"{name} is {section!r}, which is not a mapping of keys")
     return config
+
+
+def deepspeed_settings(request: LaunchRequest) -> dict[str, Any]:
+    """The settings that a DEEPSPEED request comes to: those of its JSON, or Accelerate's few answers in that form."""
+    options = request.options
+    file = options.get("deepspeed_config_file")
+    if file not in (None, "none"):
+        return json.loads(Path(str(file)).read_text(encoding="utf-8"))
+    zero: dict[str, Any] = {"stage": int(options.get("zero_stage", 2))}
+    for part in ("offload_optimizer", "offload_param"):
+        zero[part] = {
+            "device": str(options.get(f"{part}_device") or "none"),
+            "nvme_path": options.get(f"{part}_nvme_path"),
+        }
+    return {"zero_optimization": zero}
 
 
 def _check_deepspeed_json(launch_file: Path, file: Path) -> None:
@@ -106,19 +164,3 @@ def _check_deepspeed_json(launch_file: Path, file: Path) -> None:
         raise UserError(f"{launch_file}: deepspeed_config_file {file} is not readable JSON ({error})") from error
     if not isinstance(config, dict):
         raise UserError(f"{launch_file}: deepspeed_config_file {file} is not a JSON object")
-
-
-def check_request(request: LaunchRequest) -> None:
-    """Refuses (UserError) what Accelerate would ignore silently or what distiller does not run."""
-    kind = request.distributed_type
-    if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
-        raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU or DEEPSPEED")
-    if kind == "FSDP":
-        raise UserError(
-            f"{request.origin}: distributed_type FSDP is not supported by this version; use MULTI_GPU or DEEPSPEED"
-        )
-    if kind == "DEEPSPEED" and request.use_cpu:
-        raise UserError(
-            f"{request.origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "
-            "(the ZeRO files run on a CPU-only machine without it)"
-        )

@@ -22,6 +22,11 @@ def is_main_process() -> bool:
     return rank() == 0
 
 
+def is_first_on_other_machine() -> bool:
+    """Whether this is the first rank of a machine without rank 0."""
+    return not is_main_process() and os.environ.get("LOCAL_RANK") == "0"
+
+
 def world_size() -> int:
     """How many processes the launcher says there are."""
     return int(os.environ.get("WORLD_SIZE", "1"))

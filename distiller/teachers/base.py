@@ -107,6 +107,7 @@ class Setup:
         ranks: this process among the others; `ranks.device` is where requests come from and outputs go.
         under_deepspeed: whether the student's engine is DeepSpeed, whose ZeRO-3 then shards a sharded teacher.
         reserved_bytes: of each GPU's memory, what the student's state will take.
+        reserved_host_bytes: of the host's memory, what a rank's offloaded state of the student will take.
     """
 
     dtype: torch.dtype
@@ -114,6 +115,7 @@ class Setup:
     ranks: Ranks
     under_deepspeed: bool = False
     reserved_bytes: int = 0
+    reserved_host_bytes: int = 0
 
 
 class Teacher(ABC):

@@ -47,7 +47,7 @@ class Footprint:
 class Room:
     """Bytes to have: on the GPU with least (None on a machine without), in the node's host memory; and where to put it.
 
-    `gpu` and, without GPUs, `host` are what the student leaves.
+    Both are what the student leaves: its state is on the GPU, or in host memory without one or where it is offloaded.
     """
 
     gpu: int | None
@@ -96,7 +96,7 @@ def room_of(setup: Setup) -> Room:
     """What there is, on the GPU with least of it. Communicates: all ranks get the same."""
     device, ranks = setup.ranks.device, setup.ranks
     gpu, num_gpus = None, 0
-    host = free_host_bytes()
+    host = free_host_bytes() - setup.reserved_host_bytes * ranks.local_world_size
     if device.type == "cuda":
         gpu, num_gpus = max(free_gpu_bytes(device) - setup.reserved_bytes, 0), torch.cuda.device_count()
     else:

@@ -17,8 +17,11 @@ LOCK = "in-use"
 class SwapFolder:
     """Locked as long as its process lives, however that ends: so that another run can tell what was left behind."""
 
-    def __init__(self, parent: Path) -> None:
-        """Removes what killed runs left in `parent`. Raises UserError when it cannot be written to."""
+    def __init__(self, parent: Path, key: str = "teacher.nvme_path") -> None:
+        """Removes what killed runs left in `parent`. Raises UserError when it cannot be written to.
+
+        `key` is what the user calls it.
+        """
         try:
             parent.mkdir(parents=True, exist_ok=True)
             # One at a time: a folder that is made and not yet locked would look abandoned.
@@ -30,7 +33,7 @@ class SwapFolder:
                 self._lock.acquire()
         except OSError as error:
             raise UserError(
-                f"teacher.nvme_path: {parent} cannot be written to ({error.strerror}); give a folder on a local disk"
+                f"{key}: {parent} cannot be written to ({error.strerror}); give a folder on a local disk"
             ) from error
 
     def remove(self) -> None:
