@@ -69,15 +69,16 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
-    student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
     under_deepspeed = world.engine.startswith("deepspeed")
     offload = offloaded_parts(accelerator) if under_deepspeed else Offload()
-    host_bytes = offloaded_bytes(task.num_trained_parameters(), offload, accelerator.num_processes)
+    size = task.num_trained_parameters()
+    student_bytes = state_bytes(size, world.engine, recipe, accelerator.num_processes, offload)
+    host_bytes = offloaded_bytes(size, offload, accelerator.num_processes)
     ranks = Ranks.join(accelerator.device)
     if "nvme" in (offload.optimizer, offload.parameters):
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
-        ranks.all_succeed(lambda: check_nvme_room(zero, task.num_trained_parameters(), local_share))
+        ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, student_bytes, host_bytes)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)
@@ -159,7 +160,7 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     return plan
 
 
-def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes: int) -> int:
+def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes: int, offload: Offload) -> int:
     """What the student's state takes of one rank's device: float32 weights, gradients, AdamW's two moments, average.
 
     ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5); with offload they are in
@@ -168,8 +169,9 @@ def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes:
     weights, gradients, moments = 4, 4, 8
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(engine.removesuffix("-offload"), (1, 1, 1))
-    if engine.endswith("-offload"):
-        return num_parameters * weights * whole[0]
+    if offload != Offload():
+        on_gpu = whole[0] + (offload.parameters == "none") * (1 - whole[0]) / num_processes
+        return int(num_parameters * weights * on_gpu)
     parts = zip((weights, gradients, moments), whole, strict=True)
     a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
     return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))

@@ -18,6 +18,7 @@ from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
 from distiller.launch import resolve_accumulation
+from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_request import read_launch_file
 from distiller.launch_rules import check_precision, check_request
@@ -104,6 +105,7 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
+        check_compile(recipe, request.options)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
     task = check_run(recipe, num_processes, under_deepspeed)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")

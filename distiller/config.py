@@ -155,6 +155,9 @@ class Train(Section):
     )
     tf32: Switch = Field(False, description="float32 products on a GPU's TF32 units: faster, 10 bits of mantissa")
     gradient_checkpointing: Switch = Field(False, description="of the student only")
+    compile: Literal["auto", "none", "default", "reduce-overhead", "max-autotune"] = Field(
+        "auto", description="the student, block by block, in a mode of torch.compile; auto = what the launch file says"
+    )
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
     log_every: Positive = Field(10, description="updates")
     num_workers: NonNegative = Field(0, description="loader processes a rank")

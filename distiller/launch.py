@@ -18,6 +18,7 @@ from accelerate.utils import (
 from distiller.config import Recipe
 from distiller.devices import has_bfloat16, set_tf32
 from distiller.errors import UserError
+from distiller.launch_compile import check_compile, dynamo_plugin
 from distiller.launch_deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
 from distiller.launch_request import LaunchRequest, requested_launch
 from distiller.launch_rules import check_gpus, check_launcher, check_precision, check_request
@@ -59,6 +60,8 @@ def open_world(recipe: Recipe) -> World:
     notices: list[str] = []
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
+    options = {} if request is None else request.options
+    check_compile(recipe, options)
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
@@ -71,6 +74,7 @@ def open_world(recipe: Recipe) -> World:
             num_steps=accumulation, adjust_scheduler=False, sync_with_dataloader=False
         ),
         deepspeed_plugin=plugin,
+        dynamo_plugin=dynamo_plugin(recipe, options),
         step_scheduler_with_optimizer=False,
         log_with=list(recipe.tracking.trackers) or None,
         project_config=ProjectConfiguration(

@@ -37,7 +37,10 @@ NOT_RUN = {
         "scripts/test.sh",
     ],
     "engines.md": [
-        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my-wan.yaml"
+        "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train "
+        "my-wan.yaml",
+        "accelerate launch --config_file accelerate_configs/zero3_nvme.yaml --offload_param_nvme_path /local/nvme "
+        "-m distiller train my-wan.yaml",
     ],
     "MODEL_LOADING_STRATEGIES.md": ["torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b"],
     "MULTI_GPU.md": [

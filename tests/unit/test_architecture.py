@@ -20,7 +20,7 @@ LAYERS = [
     ["tasks"],
     ["launch_request"],
     ["launch_rules"],
-    ["launch_deepspeed"],
+    ["launch_compile", "launch_deepspeed"],
     ["launch", "student_state", "weights", "checkpoint", "tracking"],
     ["trainer", "output"],
     ["build"],

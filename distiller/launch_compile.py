@@ -1,0 +1,36 @@
+"""Whether and how the student is compiled: the launch file's dynamo settings, or the recipe's `train.compile`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate.utils import TorchDynamoPlugin
+
+from distiller.config import Recipe
+from distiller.errors import UserError
+
+
+def check_compile(recipe: Recipe, options: Mapping[str, Any]) -> None:
+    """Refuses (UserError) a recipe that contradicts the launch file, or features of compiled blocks."""
+    wanted = recipe.train.compile
+    backend = str(options.get("dynamo_backend") or "no").lower()
+    mode = str(options.get("dynamo_mode") or "default")
+    asked = "none" if backend == "no" else mode
+    if asked != "none" and wanted not in ("auto", asked):
+        raise UserError(
+            f"train.compile is {wanted} and the launch file says {asked} (dynamo_backend {backend}); remove it from "
+            "one of the two"
+        )
+    if recipe.task.losses.features.weight and (asked if wanted == "auto" else wanted) != "none":
+        raise UserError(
+            "task.losses.features reads the blocks' outputs by hooks, which compiled blocks do not call anew; set its "
+            "weight to 0, or do not compile (train.compile=none, and no dynamo_config in the launch file)"
+        )
+
+
+def dynamo_plugin(recipe: Recipe, options: Mapping[str, Any]) -> TorchDynamoPlugin:
+    """Accelerate's plugin: from what the launcher set where that asks for compilation, else from the recipe."""
+    if recipe.train.compile in ("auto", "none") or options.get("dynamo_backend") not in (None, "no", "NO"):
+        return TorchDynamoPlugin()
+    return TorchDynamoPlugin(backend="inductor", mode=recipe.train.compile, use_regional_compilation=True)
