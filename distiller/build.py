@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
 from distiller.checkpoint import Checkpoints, Identity
@@ -22,7 +20,7 @@ from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
-from distiller.process import world_size
+from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
@@ -76,7 +74,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     identity = Identity(
         world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
     )
-    claim = agree(accelerator, lambda: claim_output_dir(recipe, identity, resume, last_step))
+    claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         return Finished(accelerator, last_step)
     _announce(world.notices, plan, task, world.engine, accelerator)
@@ -88,6 +86,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         if not task.needs_live_teacher:
             setup = decide(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
+    # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
+    setup.ranks.wait()
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:
@@ -98,6 +98,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     student_parameters = task.student_parameters(trained)
     if recipe.train.gradient_checkpointing:
         task.enable_gradient_checkpointing(trained)
+    setup.ranks.wait()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
@@ -113,6 +114,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         num_workers=recipe.train.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         persistent_workers=False,
+        worker_init_fn=settle_loader_worker,
         prefetch_factor=2 if recipe.train.num_workers else None,
     )
     tracker = Tracker(recipe, accelerator, done + 1, last_step)
@@ -135,6 +137,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
+        ranks=setup.ranks,
         skipped_steps=claim.skipped_steps,
         stages_s=stages_s,
     )
@@ -165,20 +168,6 @@ def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes:
     parts = zip((weights, gradients, moments), whole, strict=True)
     a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
     return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))
-
-
-def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
-    """Runs something on rank 0 and hands its result, or its UserError, to every rank. Communicates."""
-    result: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            result[0] = on_main()
-        except UserError as error:
-            result[1] = str(error)
-    broadcast_object_list(result)
-    if result[1] is not None:
-        raise UserError(result[1])
-    return result[0]
 
 
 def _announce(
