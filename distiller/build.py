@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
 from distiller.checkpoint import Checkpoints, Identity
@@ -23,7 +21,7 @@ from distiller.launch_deepspeed import Offload, deepspeed_config, is_deepspeed_l
 from distiller.launch_rules import check_nvme_room
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
-from distiller.process import world_size
+from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
@@ -85,7 +83,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     identity = Identity(
         world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
     )
-    claim = agree(accelerator, lambda: claim_output_dir(recipe, identity, resume, last_step))
+    claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         return Finished(accelerator, last_step)
     _announce(world.notices, plan, task, world.engine, accelerator)
@@ -97,6 +95,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         if not task.needs_live_teacher:
             setup = decide(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
+    # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
+    setup.ranks.wait()
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
     if teacher is not None and not task.needs_live_teacher:
@@ -107,6 +107,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     student_parameters = task.student_parameters(trained)
     if recipe.train.gradient_checkpointing:
         task.enable_gradient_checkpointing(trained)
+    setup.ranks.wait()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
@@ -122,6 +123,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         num_workers=recipe.train.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         persistent_workers=False,
+        worker_init_fn=settle_loader_worker,
         prefetch_factor=2 if recipe.train.num_workers else None,
     )
     tracker = Tracker(recipe, accelerator, done + 1, last_step)
@@ -144,6 +146,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
+        ranks=setup.ranks,
         skipped_steps=claim.skipped_steps,
         stages_s=stages_s,
     )
@@ -188,20 +191,6 @@ def offloaded_bytes(num_parameters: int, offload: Offload, num_processes: int) -
         weights if offload.parameters == "cpu" else 0
     )
     return num_parameters * width // num_processes
-
-
-def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:
-    """Runs something on rank 0 and hands its result, or its UserError, to every rank. Communicates."""
-    result: list[Any] = [None, None]
-    if accelerator.is_main_process:
-        try:
-            result[0] = on_main()
-        except UserError as error:
-            result[1] = str(error)
-    broadcast_object_list(result)
-    if result[1] is not None:
-        raise UserError(result[1])
-    return result[0]
 
 
 def _announce(

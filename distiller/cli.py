@@ -3,45 +3,84 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distiller import __version__
-from distiller.errors import AgreedError, QualityGateError, RunError, UserError
-from distiller.process import is_first_on_other_machine, is_main_process, prepare_environment, rank
+from distiller.errors import (
+    AgreedError,
+    AgreedUserError,
+    OwnUserError,
+    QualityGateError,
+    RunError,
+    StoppedError,
+    UserError,
+)
+from distiller.process import is_main_process, prepare_environment, rank
+from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
+from distiller.stopping import Stops
 
-EXIT_USE, EXIT_FAILED, EXIT_GATE = 2, 1, 3
+EXIT_USE, EXIT_FAILED, EXIT_GATE, EXIT_SIGNALLED = 2, 1, 3, 128
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit code: 0 done, 2 wrong use, 1 failed while running, 3 a gate not met."""
+    """Runs one command and returns its exit code.
+
+    0 done, 2 wrong use, 1 failed while running, 3 a gate not met, 128 + n stopped by signal n.
+    """
     prepare_environment()
-    try:
+
+    def command(stops: Stops) -> None:
         options = _parse(arguments)
-        options.run(options)
-    except UserError as error:
-        return complain(error, EXIT_USE)
-    except QualityGateError as error:
-        return complain(error, EXIT_GATE)
-    except RunError as error:
-        return complain(error, EXIT_FAILED)
+        options.run(options, stops)
+
+    return guarded(command)
+
+
+def guarded(command: Callable[[Stops], None]) -> int:
+    """Runs a command that may listen for signals; its failures become one line and an exit code."""
+    stops = Stops()
+    try:
+        command(stops)
+    except (UserError, RunError) as error:
+        # What torch's agent sends to the other ranks now must not replace the reason.
+        stops.defer()
+        codes = {UserError: EXIT_USE, QualityGateError: EXIT_GATE, RunError: EXIT_FAILED}
+        return complain(error, next(code for kind, code in codes.items() if isinstance(error, kind)))
+    except StoppedError as error:
+        return complain(error, EXIT_SIGNALLED + error.signal_number)
+    except RuntimeError as error:
+        stops.defer()
+        if not is_loss_of_ranks(error):
+            raise
+        return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
+    finally:
+        stops.close()
     return 0
 
 
-def complain(error: Exception, code: int) -> int:
-    """One line on stderr: from each machine's first rank where all ranks found the same, else from the one that failed.
-
-    A file that one machine lacks is found there alone, before ranks can tell each other: so that machine says it.
-    """
-    is_shared = isinstance(error, UserError | AgreedError)
-    if is_main_process() or not is_shared or is_first_on_other_machine():
-        who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
-        if is_first_on_other_machine():
-            who += f" on {socket.gethostname()}"
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr)
+def complain(error: BaseException, code: int) -> int:
+    """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same."""
+    if _speaks(error):
+        # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
+        is_elsewhere = os.environ.get("GROUP_RANK", "0") != "0"
+        is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
+        who = f"distiller, rank {rank()}" if is_own and not is_main_process() else "distiller"
+        who += f" on {socket.gethostname()}" if is_elsewhere else ""
+        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
     return code
+
+
+def _speaks(error: BaseException) -> bool:
+    is_first = speaks_first()
+    if isinstance(error, OwnUserError):
+        return True
+    if isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed):
+        return is_main_process()
+    return is_first
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -113,7 +152,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(options: argparse.Namespace) -> None:
+def _train(options: argparse.Namespace, stops: Stops) -> None:
     from distiller.recipe_file import load
 
     recipe = load(options.recipe, options.overrides)
@@ -123,25 +162,27 @@ def _train(options: argparse.Namespace) -> None:
 
     if options.check:
         commands.check(recipe, options.config_file)
-    elif options.dry_run:
+        return
+    stops.listen()
+    if options.dry_run:
         commands.dry_run(recipe)
     else:
-        commands.train(recipe, options.resume)
+        commands.train(recipe, options.resume, stops)
 
 
-def _evaluate(options: argparse.Namespace) -> None:
+def _evaluate(options: argparse.Namespace, stops: Stops) -> None:
     from distiller import commands
 
     commands.evaluate(options.run_dir, options.overrides)
 
 
-def _sample(options: argparse.Namespace) -> None:
+def _sample(options: argparse.Namespace, stops: Stops) -> None:
     from distiller import commands
 
     commands.sample(options.run_dir, options.prompts, options.seed, options.output)
 
 
-def _recipes(options: argparse.Namespace) -> None:
+def _recipes(options: argparse.Namespace, stops: Stops) -> None:
     from distiller.resources import find_recipe, first_line, recipe_names
 
     if options.name:
@@ -151,7 +192,7 @@ def _recipes(options: argparse.Namespace) -> None:
         print(f"{name:<24} {first_line(find_recipe(name))}")
 
 
-def _configs(options: argparse.Namespace) -> None:
+def _configs(options: argparse.Namespace, stops: Stops) -> None:
     from distiller.resources import copy_launch_files, first_line, launch_files_dir
 
     if options.folder is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
@@ -11,20 +12,22 @@ from typing import Any
 
 import torch
 
-from distiller.build import Finished, agree, build, build_task, check_run
+from distiller.build import Finished, build, build_task, check_run
 from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import QualityGateError, UserError
+from distiller.errors import QualityGateError, StoppedError, UserError
+from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
 from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_request import read_launch_file
 from distiller.launch_rules import check_precision, check_request
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
-from distiller.process import die_with_launcher, is_main_process, world_size
+from distiller.process import is_main_process, world_size
 from distiller.recipe_file import load
+from distiller.stopping import NO_STOPS, Stops
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
@@ -35,23 +38,31 @@ DRY_RUN_STEPS = 3
 quiet_libraries()
 
 
-def train(recipe: Recipe, resume: bool) -> None:
-    """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished."""
+def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
+    """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished.
+
+    StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
+    """
     started, run_dir = time.perf_counter(), Path(recipe.output_dir)
-    die_with_launcher()
     run = build(recipe, resume)
     if isinstance(run, Finished):
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         run.accelerator.end_training()
         return
     run.tracker.start_trackers(recipe)
-    if run.first_step <= run.last_step:
-        outcome = run_loop(run)
-    else:
-        # The loop had ended, and what follows it was cut short.
-        metrics = agree(run.accelerator, lambda: last_metrics(run_dir))
-        outcome = Outcome(metrics, metrics["perf/samples_per_s"])
-    _export(run)
+    try:
+        with stops.deferred():
+            if run.first_step <= run.last_step:
+                outcome = run_loop(run, stops)
+            else:
+                # The loop had ended, and what follows it was cut short.
+                metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
+                outcome = Outcome(metrics, metrics["perf/samples_per_s"])
+            _export(run)
+    except StoppedError as error:
+        if error.is_agreed:
+            _leave(run)
+        raise
     run.task.write_samples(run_dir, run.teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
@@ -60,7 +71,6 @@ def train(recipe: Recipe, resume: bool) -> None:
 
 def dry_run(recipe: Recipe) -> None:
     """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
-    die_with_launcher()
     task = check_run(recipe, world_size(), is_deepspeed_launch())
     folder = Path(f"{recipe.output_dir}.dry-run")
     if is_main_process():
@@ -162,13 +172,14 @@ def _export(run: Run) -> None:
         run.task.export(state, partial)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
-    run.accelerator.wait_for_everyone()
+    run.ranks.wait()
 
 
 def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
+    loss = outcome.metrics["loss"]
     summary = {
         "steps": run.last_step,
-        "final_loss": outcome.metrics["loss"],
+        "final_loss": loss if loss is not None and math.isfinite(loss) else None,
         "samples_per_s": outcome.samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
@@ -187,7 +198,10 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
 def _leave(run: Run) -> None:
     if run.teacher is not None:
         run.teacher.close()
-    run.accelerator.wait_for_everyone()
+    # Rank 0 may have drawn samples for an hour.
+    run.ranks.wait()
+    if run.ranks.is_main:
+        tidy(Path(run.recipe.output_dir))
     run.tracker.close()
 
 

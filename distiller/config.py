@@ -179,6 +179,9 @@ class Optim(Section):
     eps: PositiveFloat = Field(1e-8, description="of AdamW")
     weight_decay: Weight = Field(0.0, description="decoupled; not of biases and norms")
     max_grad_norm: PositiveFloat | None = Field(None, description="clip at this true global norm; None = no clipping")
+    max_bad_steps: Positive = Field(
+        5, description="updates in a row whose loss or gradient is not finite (they are left out) that end the run"
+    )
     schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
     warmup_steps: NonNegative = Field(0, description="updates; of a shorter run, all of them")
     fused: Switch = Field(True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")

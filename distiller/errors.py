@@ -1,4 +1,4 @@
-"""The two ways in which a run ends early, and the exit codes they become."""
+"""The ways in which a run ends early, and the exit codes they become."""
 
 from __future__ import annotations
 
@@ -12,6 +12,14 @@ class UserError(ValueError):
     """
 
 
+class AgreedUserError(UserError):
+    """Wrong use that one rank found and told all others; rank 0 alone says it."""
+
+
+class OwnUserError(UserError):
+    """Wrong use that one rank alone can see: it speaks for itself, whatever the others say."""
+
+
 class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1."""
 
@@ -22,6 +30,21 @@ class AgreedError(RunError):
 
 class QualityGateError(RunError):
     """A figure that the recipe demands was not reached. The command line exits with 3."""
+
+
+class StoppedError(BaseException):
+    """A signal asked the process to end. Not an Exception, as KeyboardInterrupt is none: nobody handles it on the way.
+
+    The command line exits with 128 + the signal's number, as shells report it.
+
+    Attributes:
+        signal_number: what was received first.
+        is_agreed: every rank raises it after the same update, and rank 0 alone says it.
+    """
+
+    def __init__(self, message: str, signal_number: int, is_agreed: bool) -> None:
+        super().__init__(message)
+        self.signal_number, self.is_agreed = signal_number, is_agreed
 
 
 def shown(value: Any) -> str:

@@ -59,6 +59,11 @@ def deepspeed_plugin(
             )
         if enabled != "auto" and not enabled and precision == kind:
             raise UserError(f'the DeepSpeed JSON disables {name}, which the recipe asks for; write "auto" there')
+    for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        # Under DeepSpeed these two find the updates that are not finite, and leave them out.
+        if config.get(section, {}).get(key) is False:
+            notices.append(f"DeepSpeed's {section}.{key} false is replaced by true: it keeps bad updates out")
+            config[section][key] = True
     ours = {
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": recipe.optim.max_grad_norm or 0.0,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
-from torch import nn
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
 
 from distiller.config import Optim
 
@@ -42,3 +44,37 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
     """Writes the rate into every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = value
+
+
+def step_unless(optimizer: AcceleratedOptimizer, is_skipped: Tensor) -> None:
+    """AdamW's step, but where `is_skipped` (float32 scalar on the device) is 1: weights and moments are untouched then.
+
+    The fused kernel reads it where it lies. Without it the host has to know, and waits for the GPU.
+    """
+    if optimizer.param_groups[0]["fused"]:
+        # What torch's GradScaler hands over: kernels return early, and the count of steps is put back.
+        optimizer.optimizer.found_inf = is_skipped
+        optimizer.step()
+    elif not is_skipped.item():
+        optimizer.step()
+
+
+def average_unless(averages: Sequence[Tensor], values: Sequence[Tensor], weight: float, is_skipped: Tensor) -> None:
+    """averages <- averages + weight * (values - averages), but where `is_skipped` is 1; all float32 on one device.
+
+    SGD that ascends `values` with a weight decay of 1 is that formula, bit for bit, and its fused kernel is the one
+    that takes a flag from the device; torch's lerp takes none.
+    """
+    torch._fused_sgd_(
+        list(averages),
+        list(values),
+        [],
+        lr=weight,
+        weight_decay=1.0,
+        maximize=True,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+        is_first_step=False,
+        found_inf=is_skipped,
+    )

@@ -11,6 +11,7 @@ from typing import Any
 from distiller.checkpoint import Identity, latest_step, read_progress
 from distiller.config import Recipe
 from distiller.errors import UserError
+from distiller.folder_lock import hold, refuse_if_running
 from distiller.plain_yaml import parse_yaml
 from distiller.recipe_file import dump
 
@@ -18,7 +19,7 @@ RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
 # Where the teacher lives changes no number, and after an out-of-memory it is what a user wants to change.
 MAY_CHANGE_ON_RESUME = (
-    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers"),
+    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers", "optim.max_bad_steps"),
     *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
     *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
     *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads"),
@@ -36,14 +37,17 @@ class Claim:
 
 
 def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
-    """Makes the folder ours and says how far it has come; changes nothing where the run is finished. Rank 0 calls it.
+    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
+
+    Changes nothing where the run is finished.
 
     Raises:
-        UserError: the folder is another run's, or cannot be continued by this recipe and launch file.
+        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
     """
     folder = Path(recipe.output_dir)
     if os.path.isfile(folder):
         raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
+    refuse_if_running(folder)
     held = folder / RECIPE_FILE
     summary = folder / SUMMARY_FILE
     done = skipped_steps = 0
@@ -77,6 +81,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
             raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        hold(folder)
         temporary = held.with_suffix(".tmp")
         temporary.write_text(dump(recipe), encoding="utf-8")
         temporary.replace(held)
@@ -105,15 +110,18 @@ def _held_recipe(file: Path) -> dict[str, Any]:
 def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
     mine = _flat(json.loads(recipe.model_dump_json()))
     theirs = _flat(held)
-    for key in sorted(mine.keys() | theirs.keys()):
-        if key in MAY_CHANGE_ON_RESUME or key.split(".")[0] in SECTIONS_THAT_MAY_CHANGE_ON_RESUME:
-            continue
-        if mine.get(key) != theirs.get(key):
-            raise UserError(
-                f"--resume: {key} was {theirs.get(key)} in {recipe.output_dir} and is {mine.get(key)} now; only "
-                f"{', '.join(MAY_CHANGE_ON_RESUME)} and the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} "
-                "may change"
-            )
+    changed = [
+        f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
+        and key not in MAY_CHANGE_ON_RESUME
+        and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
+    ]
+    if changed:
+        raise UserError(
+            f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
+            f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
+        )
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,15 @@ from pathlib import Path
 
 import psutil
 
+_PARENT = os.getppid()
+"""Who started this process, as far as it lived until this module was imported."""
+
+PARENT_GONE = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM
+"""What the kernel sends when the launcher dies: no other signal, so that it is not taken for a second request."""
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""What asks a run to stop: launchers, keyboards, terminals and batch systems."""
+
 
 def rank() -> int:
     """This process's number among all, also before there is a process group."""
@@ -20,11 +29,6 @@ def rank() -> int:
 def is_main_process() -> bool:
     """Whether this is rank 0."""
     return rank() == 0
-
-
-def is_first_on_other_machine() -> bool:
-    """Whether this is the first rank of a machine without rank 0."""
-    return not is_main_process() and os.environ.get("LOCAL_RANK") == "0"
 
 
 def world_size() -> int:
@@ -47,15 +51,35 @@ def launcher_arguments() -> list[str] | None:
     return None
 
 
-def die_with_launcher() -> None:
-    """Asks the kernel to kill this process when the launcher that started it dies.
+def heed_launcher() -> None:
+    """Asks the kernel to send `PARENT_GONE` to this process when the launcher that started it dies.
 
-    torch's elastic agent starts ranks in sessions of their own: after SIGKILL of the launcher they would live on.
+    torch's elastic agent starts ranks in sessions of their own, and a launcher of one process forwards nothing: after
+    its death, by whatever signal, they would live on. Call it when the signal has a handler.
     """
     is_launched = "LOCAL_RANK" in os.environ or launcher_arguments() is not None
     if sys.platform == "linux" and is_launched:
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+        _signal_at_parents_death(PARENT_GONE)
+        if os.getppid() != _PARENT:
+            # It died before it could be heeded.
+            os.kill(os.getpid(), PARENT_GONE)
+
+
+def settle_loader_worker(worker: int) -> None:
+    """Makes a loader process live exactly as long as its rank; the first thing that it runs.
+
+    A signal to the whole process group is the rank's business: it still needs its loader for the update under way.
+    """
+    signal.set_wakeup_fd(-1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        _signal_at_parents_death(signal.SIGKILL)
+
+
+def _signal_at_parents_death(number: int) -> None:
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
 def prepare_environment() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from distiller.errors import AgreedError, UserError
+from distiller.errors import AgreedError, AgreedUserError, UserError
 
 PATIENCE = timedelta(hours=12)
 """How long a rank waits for another one that loads: reading weights must not trip a collective's time-out."""
@@ -144,5 +144,5 @@ def _described(error: Exception | None) -> tuple[bool, str] | None:
 
 def _raise(is_users: bool, text: str, rank: int | None, cause: Exception | None) -> None:
     if is_users:
-        raise UserError(text) from cause
+        raise AgreedUserError(text) from cause
     raise AgreedError(text if rank is None else f"rank {rank}: {text}") from cause

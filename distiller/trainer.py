@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
 import torch
@@ -15,9 +16,14 @@ from torch.utils.data import DataLoader
 
 from distiller.checkpoint import Checkpoints
 from distiller.config import Recipe
+from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
-from distiller.errors import AgreedError
-from distiller.optim import learning_rate, set_learning_rate
+from distiller.errors import AgreedError, StoppedError
+from distiller.health import Health, spoil
+from distiller.optim import learning_rate, set_learning_rate, step_unless
+from distiller.pulse import Pulse
+from distiller.ranks import Ranks
+from distiller.stopping import NO_STOPS, Stops, signal_name
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Teacher
 from distiller.timing import StepTimer
@@ -47,6 +53,7 @@ class Run:
     tracker: Tracker
     first_step: int
     last_step: int
+    ranks: Ranks
     skipped_steps: int
     stages_s: float
 
@@ -59,19 +66,25 @@ class Outcome:
     samples_per_s: float
 
 
-def train(run: Run) -> Outcome:
-    """Trains from `first_step` to `last_step`, of which there is at least one."""
+def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
+    """Trains from `first_step` to `last_step`, of which there is at least one. StoppedError when a signal asks."""
     task, accelerator, recipe = run.task, run.accelerator, run.recipe
-    loader, timer, metrics = iter(run.loader), StepTimer(accelerator.device), {}
+    loader, timer, metrics = batches_of(run.loader), StepTimer(accelerator.device), {}
     if accelerator.device.type == "cuda":
         # The peak is the loop's own: text encoder and rollout are gone by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
-    skipped_steps, num_bad = run.skipped_steps, torch.zeros((), device=accelerator.device)
+    pulse = Pulse(accelerator)
+    health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
         batches = [task.to_device(batch, accelerator.device) for batch in batches]
-        count = _global_count(run, batches)
+        # Known before the first backward: under DeepSpeed that steps.
+        own_count = float(sum(task.count(batch) for batch in batches))
+        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0)
+        health.hear(heard.num_bad, heard.step - 1)
+        if heard.num_asked:
+            _stop(run, health, step - 1, stops.requested)
 
         with timer.part("teacher"):
             targets = _ask_teacher(run, batches)
@@ -86,13 +99,13 @@ def train(run: Run) -> Outcome:
         with timer.part("optimizer"):
             limit = recipe.optim.max_grad_norm or math.inf
             gradient_norm = accelerator.clip_grad_norm_(run.student.parameters(), limit)
-            scale = _loss_scale(run)
-            run.optimizer.step()
+            is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
             if run.average is not None:
-                run.average.update(run.student)
-        skipped_steps += _was_skipped(run, scale)
-        num_bad += _is_bad(run, losses, gradient_norm)
+                run.average.update(run.student, is_skipped)
+        health.note(
+            step, [i for batch in batches for i in task.sample_ids(batch)], [loss.total for loss in losses], is_skipped
+        )
 
         timer.end_step()
         run.tracker.advance()
@@ -107,26 +120,36 @@ def train(run: Run) -> Outcome:
                 "lr": rate,
                 "grad_norm": None if gradient_norm is None else float(gradient_norm),
                 "optim/loss_scale": _loss_scale(run),
-                "optim/skipped_steps": skipped_steps,
+                "optim/skipped_steps": int(health.num_skipped),
                 **_performance(run, timer.read(), batches),
             }
             run.tracker.log(metrics)
         if is_logged or is_saved:
-            _check_health(run, step, num_bad)
-        if is_saved:
-            run.checkpoints.save(step, run.student, run.optimizer, run.average, skipped_steps)
+            health.settle()
+        if is_saved and health.is_well:
+            _save(run, health, step)
         if is_logged:
             timer.restart()
     return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
 
 
-def _global_count(run: Run, batches: Sequence[Any]) -> Tensor:
-    """The update's count over micro-batches and ranks, known before the first backward: under DeepSpeed that steps."""
-    # full, not tensor: a copy from the host would wait for all work that is queued on the GPU.
-    own = float(sum(run.task.count(batch) for batch in batches))
-    count = run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum")
-    assert isinstance(count, Tensor)
-    return count
+def _save(run: Run, health: Health, step: int) -> None:
+    run.checkpoints.save(step, run.student, run.optimizer, run.average, int(health.num_skipped))
+
+
+def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
+    """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
+    signals = [number for number in run.ranks.gather(requested) if number]
+    health.settle()
+    when = f"at step {step}"
+    if step < run.first_step:
+        when = f"before step {run.first_step}"
+    elif not health.is_well:
+        when += ", which was left out; the last checkpoint is older"
+    elif not _is_checkpoint_step(run, step):
+        _save(run, health, step)
+    text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
+    raise StoppedError(text, min(signals), is_agreed=True)
 
 
 def _ask_teacher(run: Run, batches: Sequence[Any]) -> list[Outputs] | list[None]:
@@ -151,37 +174,27 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
         outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
         loss = run.task.loss(outputs, target, batch)
         # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
-        scale = accelerator.num_processes * run.plan.accumulation_steps
+        scale = spoil(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
         accelerator.backward(loss.total / count * scale)
     return LossSum(loss.total.detach(), loss.terms)
 
 
-def _is_bad(run: Run, losses: Sequence[LossSum], gradient_norm: Any) -> Tensor:
-    """1 where this update's loss or gradient is not finite, as a tensor that nobody waits for.
+def _step_if_finite(run: Run, gradient_norm: Any) -> Tensor:
+    """The optimizer's step, but for an update whose gradient is not finite; 1 then, as a float32 scalar on the device.
 
-    An infinite gradient in fp16 is the scaler's everyday business: it skips the step.
+    DeepSpeed has stepped, or skipped, inside the last backward.
     """
-    total = torch.stack([loss.total for loss in losses]).sum()
-    if gradient_norm is not None and run.mixed_precision != "fp16":
-        total = total + gradient_norm
-    return (~torch.isfinite(total)).float()
-
-
-def _check_health(run: Run, step: int, num_bad: Tensor) -> None:
-    """Ends the run, on every rank, before a broken student replaces a good checkpoint. Communicates."""
-    total = run.accelerator.reduce(num_bad, "sum")
-    if float(total) > 0:  # type: ignore[arg-type]
-        raise AgreedError(
-            f"a loss or gradient up to step {step} is not finite; lower optim.lr, set optim.max_grad_norm, or continue "
-            "from the last checkpoint with --resume"
-        )
-
-
-def _was_skipped(run: Run, scale_before: float | None) -> int:
-    """Whether the scaler skipped the step. Fused AdamW is always called, so Accelerate's own flag never shows it."""
-    if run.accelerator.scaler is not None and scale_before is not None:
-        return int(float(run.accelerator.scaler.get_scale()) < scale_before)
-    return int(bool(run.accelerator.optimizer_step_was_skipped))
+    accelerator, device = run.accelerator, run.accelerator.device
+    if run.engine.startswith("deepspeed"):
+        return torch.full((), float(accelerator.optimizer_step_was_skipped), device=device)
+    if accelerator.scaler is not None:
+        # Fused AdamW is always called, so Accelerate's own flag never shows that it skipped.
+        scale = _loss_scale(run)
+        run.optimizer.step()
+        return torch.full((), float(_loss_scale(run) < scale), device=device)  # type: ignore[operator]
+    is_skipped = (~torch.isfinite(gradient_norm)).float().to(device, non_blocking=True)
+    step_unless(run.optimizer, is_skipped)  # type: ignore[arg-type]
+    return is_skipped
 
 
 def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[str, float]:

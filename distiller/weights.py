@@ -9,6 +9,8 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
 
+from distiller.optim import average_unless
+
 
 def full_weights(accelerator: Accelerator, student: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields (name, whole float32 tensor) of every parameter and saved buffer, one at a time.
@@ -50,28 +52,35 @@ class MovingAverage:
             if accelerator.is_main_process:
                 self.state[name] = value.clone()
 
-    def update(self, student: nn.Module) -> None:
-        """Takes one update's weights in; every rank calls it. Communicates under ZeRO (one gather a parameter)."""
+    def update(self, student: nn.Module, is_skipped: Tensor) -> None:
+        """Takes one update's weights in, unless it was skipped (1 in a float32 scalar on the device).
+
+        Every rank calls it. Communicates under ZeRO (one gather a parameter).
+        """
         names, values = [], []
         for name, value in full_weights(self._accelerator, student):
             if not self._accelerator.is_main_process:
                 continue
             if self._accelerator.distributed_type is DistributedType.DEEPSPEED or not value.is_floating_point():
-                self.state[name] = value.clone() if not value.is_floating_point() else self._one(name, value)
+                self.state[name] = (
+                    value.clone() if not value.is_floating_point() else self._one(name, value, is_skipped)
+                )
             else:
                 names.append(name)
                 values.append(value)
         if names:
             # One fused kernel over all tensors: a small student's update would otherwise be all launches.
-            torch._foreach_lerp_([self.state[name] for name in names], values, 1 - self._decay)
+            average_unless([self.state[name] for name in names], values, 1 - self._decay, is_skipped)
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Continues from a saved average (rank 0)."""
         for name, value in state.items():
             self.state[name].copy_(value)
 
-    def _one(self, name: str, value: Tensor) -> Tensor:
-        return self.state[name].lerp_(value.to(self.state[name].device), 1 - self._decay)
+    def _one(self, name: str, value: Tensor, is_skipped: Tensor) -> Tensor:
+        average = self.state[name]
+        average_unless([average], [value.to(average.device)], 1 - self._decay, is_skipped.to(average.device))
+        return average
 
 
 def _deepspeed_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

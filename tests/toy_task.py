@@ -16,6 +16,7 @@ from distiller.checkpoint import Checkpoints, Identity
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.optim import build_optimizer
+from distiller.ranks import Ranks
 from distiller.recipe_file import parse
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
@@ -83,6 +84,9 @@ class ToyTask(Task[Batch, Any]):
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         return [(sample_id, tokens.to(device)) for sample_id, tokens in batch]
 
+    def sample_ids(self, batch: Batch) -> tuple[int, ...]:
+        return tuple(sample_id for sample_id, _ in batch)
+
     def tokens(self, batch: Batch) -> int:
         return self.count(batch)
 
@@ -149,9 +153,10 @@ class RowTask(ToyTask):
 
 
 def toy_recipe(folder: Path, **train: Any) -> Recipe:
-    """A recipe whose teacher and student sections are not read."""
+    """A recipe whose teacher and student sections are not read; `train` may hold two keys of the optimizer as well."""
     sections = {"teacher": {"path": "-"}, "student": {"config": "-"}, "data": {"path": "-"}}
     optim = {"lr": 0.05, "max_grad_norm": 0.5, "weight_decay": 0.01, "schedule": "linear"}
+    optim |= {name: train.pop(name) for name in ("fused", "max_bad_steps") if name in train}
     train = {"max_steps": 8, "log_every": 1} | train
     return parse({"output_dir": str(folder), "optim": optim, "train": train, **sections})
 
@@ -193,6 +198,7 @@ def build_toy_run(
         tracker=Tracker(recipe, accelerator, 1, last_step),
         first_step=1,
         last_step=last_step,
+        ranks=Ranks.join(accelerator.device),
         skipped_steps=0,
         stages_s=0.0,
     )

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distiller.data.prompts import read_numbered_prompts
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 
 PROMPTS_FILE = "prompts.txt"
 
@@ -62,7 +62,7 @@ class LatentStore:
         return self._prompt_index[sample_id]
 
     def latents(self, sample_id: int) -> Tensor:
-        """x_0 of a sample: [C, F, H, W] float32."""
+        """x_0 of a sample: [C, F, H, W] float32. RunError if its file is gone."""
         return self._read(sample_id, "latents")
 
     def trajectory_point(self, sample_id: int, step: int) -> tuple[Tensor, Tensor]:
@@ -72,8 +72,14 @@ class LatentStore:
     def _read(self, sample_id: int, name: str, *axes: int) -> Tensor:
         shard = bisect_right(self._ends, sample_id)
         row = sample_id - (self._ends[shard - 1] if shard else 0)
-        part = self._handle(self._files[shard]).get_slice(name)
-        return part[(slice(row, row + 1), *(slice(axis, axis + 1) for axis in axes))].reshape(self.shape).float()
+        file = self._files[shard]
+        try:
+            part = self._handle(file).get_slice(name)
+            return part[(slice(row, row + 1), *(slice(axis, axis + 1) for axis in axes))].reshape(self.shape).float()
+        except (OSError, SafetensorError) as error:
+            raise RunError(
+                f"{file} can no longer be read ({error}); restore it, then continue with --resume"
+            ) from error
 
     def _handle(self, file: Path) -> safe_open:
         key = (os.getpid(), file)

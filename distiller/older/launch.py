@@ -7,13 +7,13 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distiller.errors import UserError
+from distiller.errors import OwnUserError, UserError
 from distiller.older.flags import Flags
 from distiller.process import launcher_arguments, world_size
 
 
-class LocalRankError(UserError):
-    """What one rank alone can see: it speaks for itself, not rank 0 for all."""
+class LocalRankError(OwnUserError):
+    """--local_rank is not this process's."""
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distiller.cli import EXIT_FAILED, EXIT_USE, complain
+from distiller.cli import guarded
 from distiller.errors import RunError, UserError
 from distiller.older.flags import Flags, read_flags
-from distiller.older.launch import Launch, LocalRankError, check_launcher
+from distiller.older.launch import Launch, check_launcher
 from distiller.older.recipe import translate
 from distiller.older.student import is_older, translate_student
 from distiller.plain_yaml import dump_yaml
 from distiller.process import is_main_process, prepare_environment, rank
 from distiller.recipe_file import parse
 from distiller.resources import local_path
+from distiller.stopping import Stops
 
 if TYPE_CHECKING:
     from distiller.wan.pipeline import WanFiles
@@ -31,19 +32,10 @@ STUDENT_FILE = "student_config.json"
 def main(command: Sequence[str] | None = None) -> int:
     """Runs a command, the script and its flags, and returns its exit code: 0 done, 2 wrong use, 1 failed."""
     prepare_environment()
-    try:
-        _train(sys.argv if command is None else command)
-    except LocalRankError as error:
-        print(f"distiller, rank {rank()}: {error}", file=sys.stderr)
-        return EXIT_USE
-    except UserError as error:
-        return complain(error, EXIT_USE)
-    except RunError as error:
-        return complain(error, EXIT_FAILED)
-    return 0
+    return guarded(lambda stops: _train(sys.argv if command is None else command, stops))
 
 
-def _train(command: Sequence[str]) -> None:
+def _train(command: Sequence[str], stops: Stops) -> None:
     flags = read_flags(command[1:])
     launch = Launch.here()
     notices = check_launcher(flags, launch, command)
@@ -62,8 +54,9 @@ def _train(command: Sequence[str]) -> None:
     from distiller import commands
     from distiller.output import RECIPE_FILE
 
+    stops.listen()
     try:
-        commands.train(recipe, flags.resume)
+        commands.train(recipe, flags.resume, stops)
     except UserError:
         # Refused before the folder was claimed: nothing is left behind.
         if student is not None and not os.path.isfile(file.with_name(RECIPE_FILE)):

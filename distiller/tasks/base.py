@@ -88,6 +88,10 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """What to ask the teacher."""
 
     @abstractmethod
+    def sample_ids(self, batch: BatchT) -> tuple[int, ...]:
+        """The samples' places in the data, on the host."""
+
+    @abstractmethod
     def count(self, batch: BatchT) -> int:
         """What the loss sum is divided by, summed over the update: samples here, tokens elsewhere. Needs no model."""
 

@@ -105,6 +105,9 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             wanted = (*wanted, UNCONDITIONAL)
         return Request(batch.sample_ids, inputs, wanted, batch.modules)
 
+    def sample_ids(self, batch: DiffusionBatch) -> tuple[int, ...]:
+        return batch.sample_ids
+
     def count(self, batch: DiffusionBatch) -> int:
         return len(batch.sample_ids)
 

@@ -129,8 +129,10 @@ def roll_out(
             temporary.replace(stage.partial / _shard_name(number))
         bar.update()
     bar.close()
-    accelerator.wait_for_everyone()
     if accelerator.is_main_process:
+        # Files, not a collective: the last shard of another rank may take longer than a collective's time-out.
+        while not all((stage.partial / _shard_name(number)).is_file() for number in range(len(shards))):
+            time.sleep(0.1)
         (stage.partial / PROMPTS_FILE).write_text("\n".join(plan.prompts) + "\n", encoding="utf-8")
         stage.finish()
         accelerator.print(f"rollout: {time.perf_counter() - started:.1f} s, kept in {stage.folder}")

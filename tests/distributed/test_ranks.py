@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distiller.errors import UserError
+from distiller.errors import AgreedUserError, UserError
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
@@ -76,16 +76,16 @@ def test_a_rollout_is_bitwise_the_same_for_any_number_of_ranks(tmp_path):
 def disagree() -> str:
     from accelerate import Accelerator
 
-    from distiller.build import agree
+    from distiller.ranks import Ranks
 
-    accelerator = Accelerator(cpu=True)
+    ranks = Ranks.join(Accelerator(cpu=True).device)
 
     def only_rank_0_sees_it() -> None:
-        assert accelerator.is_main_process
+        assert ranks.is_main
         raise UserError("the folder is taken")
 
-    with pytest.raises(UserError) as error:
-        agree(accelerator, only_rank_0_sees_it)
+    with pytest.raises(AgreedUserError) as error:
+        ranks.from_main(only_rank_0_sees_it)
     return str(error.value)
 
 

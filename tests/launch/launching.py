@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
@@ -61,9 +66,94 @@ def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str,
     return Result(process.returncode, stdout, stderr)
 
 
-def _descendants(pid: int) -> list[int]:
-    import psutil
+class Running:
+    """A launch that goes on while the test looks at it; leaves no process behind."""
 
+    def __init__(self, command: list[str], run_dir: Path, cwd: Path = ROOT) -> None:
+        """`run_dir` is the output folder that the command names."""
+        environment = os.environ | {"MASTER_PORT": str(_free_port())}
+        self.run_dir, self._output = run_dir, Path(tempfile.mkdtemp()) / "output.txt"
+        with self._output.open("w") as output:
+            self._process = subprocess.Popen(
+                command, cwd=cwd, env=environment, stdout=output, stderr=output, start_new_session=True
+            )
+        self._seen: dict[int, psutil.Process] = {}
+
+    @property
+    def pid(self) -> int:
+        """Of the launcher, or of the only process."""
+        return self._process.pid
+
+    @property
+    def output(self) -> str:
+        """What has been printed so far, by all processes."""
+        return self._output.read_text()
+
+    @property
+    def lines(self) -> list[str]:
+        """What `distiller` itself complained about."""
+        return [line for line in self.output.splitlines() if line.startswith("distiller")]
+
+    def rank(self, number: int) -> int:
+        """The process id of a rank of an `accelerate launch`."""
+        for process in psutil.Process(self.pid).children():
+            if process.environ().get("RANK", "0") == str(number):
+                return process.pid
+        raise AssertionError(f"no rank {number}:\n{self.output}")
+
+    def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
+        """Until metrics.jsonl has this step."""
+        file = self.run_dir / "metrics.jsonl"
+
+        def is_there() -> bool:
+            lines = file.read_text().splitlines() if file.exists() else []
+            return bool(lines) and int(lines[-1].split(",")[0].rpartition(" ")[2]) >= step
+
+        self.wait_until(is_there, timeout_s)
+
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Until something holds; AssertionError, and no process left, when it takes too long or the launch ends."""
+        limit = time.monotonic() + timeout_s
+        while not condition():
+            self._look()
+            if time.monotonic() > limit or self._process.poll() is not None:
+                self.kill_all()
+                raise AssertionError(f"not within {timeout_s} s, or ended before:\n{self.output}")
+            time.sleep(0.02)
+
+    def wait_until_gone(self, timeout_s: float) -> int:
+        """Until every process of the launch has ended; the launcher's exit code."""
+        self._look()
+        limit = time.monotonic() + timeout_s
+        self._process.wait(timeout_s)
+        _, alive = psutil.wait_procs(self._seen.values(), max(0.1, limit - time.monotonic()))
+        alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        if alive:
+            self.kill_all()
+            raise AssertionError(f"still alive after {timeout_s} s: {alive}\n{self.output}")
+        return self._process.returncode
+
+    def kill_all(self) -> None:
+        """SIGKILL to every process of the launch at once, as far as that goes."""
+        self._look()
+        for process in self._seen.values():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait()
+
+    def _look(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self.pid)
+            self._seen |= {process.pid: process for process in [launcher, *launcher.children(recursive=True)]}
+
+
+def begin(config_file: Path | str, run_dir: Path, *arguments: str) -> Running:
+    """`accelerate launch --config_file FILE -m distiller ARGUMENTS output_dir=RUN_DIR`, left running."""
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
+    return Running([*launcher, "-m", "distiller", *arguments, f"output_dir={run_dir}"], run_dir)
+
+
+def _descendants(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 

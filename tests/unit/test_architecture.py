@@ -10,7 +10,8 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
-    ["sections", "stages", "ranks", "room", "weight_files"],
+    ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock"],
+    ["stopping"],
     ["teacher_config"],
     ["config"],
     ["recipe_file"],
@@ -21,7 +22,7 @@ LAYERS = [
     ["launch_request"],
     ["launch_rules"],
     ["launch_compile", "launch_deepspeed"],
-    ["launch", "student_state", "weights", "checkpoint", "tracking"],
+    ["launch", "student_state", "weights", "checkpoint", "tracking", "pulse", "health"],
     ["trainer", "output"],
     ["build"],
     ["commands"],

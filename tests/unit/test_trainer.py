@@ -1,13 +1,18 @@
 """The loop's arithmetic against a plain loop, with token counts that differ from sample to sample."""
 
 import json
+import math
 
 import pytest
 import torch
 
 from distiller import draws
-from distiller.errors import RunError
+from distiller.checkpoint import Checkpoints, Identity
+from distiller.config import Checkpoint
+from distiller.errors import AgreedError, RunError
+from distiller.tasks.base import LossSum
 from distiller.trainer import train
+from distiller.weights import MovingAverage
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_run, toy_recipe
 
 
@@ -59,9 +64,99 @@ def test_a_teacher_that_overflows_is_named(tmp_path):
         train(run)
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path):
-    run = build_toy_run(toy_recipe(tmp_path, batch_size=8))
+class SpoiltTask(TokenTask):
+    """The loss of some samples is not finite; of the others it is TokenTask's."""
+
+    def __init__(self, spoilt: set[int], value: float) -> None:
+        self._spoilt, self._value = spoilt, value
+
+    def loss(self, student_outputs, teacher_outputs, batch):
+        loss = super().loss(student_outputs, teacher_outputs, batch)
+        if self._spoilt.isdisjoint(self.sample_ids(batch)):
+            return loss
+        # The gradient of this term is finite: the loss alone is not.
+        return LossSum(loss.total + self._value, loss.terms)
+
+
+def bad_batches(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "bad_batches.jsonl").read_text().splitlines()]
+
+
+def flat(run) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in run.student.parameters()])
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_bad_update_leaves_student_moments_and_average_as_they_were(tmp_path, value, fused):
+    """Sample 5 comes once an epoch of two updates: four updates of eight are left out, never two in a row."""
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, fused=fused), task=SpoiltTask({5}, value))
+    run.average = MovingAverage(run.accelerator, run.student, 0.9)
+    run.recipe = run.recipe.model_copy(update={"checkpoint": Checkpoint(every_steps=1, keep=8)})
+    run.checkpoints = Checkpoints(tmp_path, run.accelerator, 8, Identity("single", 1, 8, 16, "toy"))
+    train(run)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    bad_steps = [line["step"] for line in lines if line["loss"] is None]
+    assert len(bad_steps) == 4
+    assert lines[-1]["optim/skipped_steps"] == 4
+    assert [row["step"] for row in bad_batches(tmp_path)] == bad_steps
+    assert all(5 in row["sample_ids"] and len(row["sample_ids"]) == 8 for row in bad_batches(tmp_path))
+    assert [row["loss"] for row in bad_batches(tmp_path)] == [str(value)] * 4
+    good_steps = [step for step in range(1, 9) if step not in bad_steps]
+    folders = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [folder.name for folder in folders] == [f"step-{step}" for step in good_steps]
+    assert torch.isfinite(flat(run)).all()
+    assert all(torch.isfinite(value).all() for value in run.average.state.values())
+
+
+def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
+    """By hand: the same updates, with the bad ones' steps left out."""
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8), task=SpoiltTask({5}, float("nan")))
+    run.average = MovingAverage(run.accelerator, run.student, 0.9)
+    train(run)
+    student, teacher, data = TokenTask().build_student(), LinearTeacher(), Sequences()
+    matrices = [{"params": [student.weight]}, {"params": [student.bias], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(matrices, weight_decay=0.01, fused=True)
+    average = [p.detach().clone() for p in student.parameters()]
+    for step in range(8):
+        epoch, place = divmod(step * 8, 16)
+        order = draws.sample_order(0, epoch, 16)[place : place + 8]
+        if 5 in order:
+            continue
+        tokens = torch.cat([data[epoch, sample_id][1] for sample_id in order])
+        optimizer.zero_grad()
+        (student(tokens) - tokens @ teacher.weight).square().mean(1).mean().backward()
+        torch.nn.utils.clip_grad_norm_(student.parameters(), 0.5)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.05 * (1 - step / 8)
+        optimizer.step()
+        for mean, value in zip(average, student.parameters(), strict=True):
+            mean.lerp_(value.detach(), 0.1)
+    wanted = torch.cat([p.detach().flatten() for p in student.parameters()])
+    assert ((flat(run) - wanted).norm() / wanted.norm()).item() < 1e-6
+    means = torch.cat([value.flatten() for value in run.average.state.values()])
+    wanted = torch.cat([mean.flatten() for mean in average])
+    assert ((means - wanted).norm() / wanted.norm()).item() < 1e-6
+    steps = {int(state["step"]) for state in run.optimizer.state.values()}
+    assert steps == {4}
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_too_many_bad_updates_in_a_row_end_the_run_before_another_one(tmp_path, log_every):
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=log_every, max_bad_steps=3))
     with torch.no_grad():
         run.student.weight.fill_(float("nan"))
-    with pytest.raises(RunError, match="a loss or gradient up to step 1 is not finite"):
+    with pytest.raises(AgreedError, match=r"3 updates in a row, up to step 3, had a loss or gradient that is not"):
         train(run)
+    assert [row["step"] for row in bad_batches(tmp_path)] == [1, 2, 3]
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_first_bad_update_can_be_the_last(tmp_path):
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, max_bad_steps=1), task=SpoiltTask(set(range(16)), math.inf))
+    before = flat(run)
+    with pytest.raises(AgreedError) as error:
+        train(run)
+    assert "step 1 had a loss" in str(error.value)
+    assert f"samples are {', '.join(map(str, draws.sample_order(0, 0, 16)[:8]))}, {tmp_path}" in str(error.value)
+    assert torch.equal(flat(run), before)

@@ -1,0 +1,64 @@
+"""One run at a time in an output folder: a lock that the kernel lets go of when the process ends, however it ends.
+
+A POSIX record lock: NFS carries it to other machines, loader processes do not inherit it, and the file that a killed
+run leaves behind locks nobody out.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+
+from distiller.errors import UserError
+
+LOCK_FILE = ".running"
+
+
+def refuse_if_running(folder: Path) -> None:
+    """UserError if another process holds the folder; changes nothing."""
+    try:
+        handle = os.open(folder / LOCK_FILE, os.O_RDWR)
+    except OSError:
+        # There is none, or the folder cannot be written, which is said when it is tried.
+        return
+    try:
+        _lock(handle, folder)
+    finally:
+        os.close(handle)
+
+
+def hold(folder: Path) -> None:
+    """Holds the folder until this process ends. UserError if another one does; OSError if it cannot be written."""
+    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    # Never closed: closing any descriptor of the file would end the lock.
+    _lock(handle, folder)
+    holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, json.dumps(holder).encode(), 0)
+
+
+def tidy(folder: Path) -> None:
+    """Takes the lock's file away at the end of a run; the lock itself goes with the process."""
+    (folder / LOCK_FILE).unlink(missing_ok=True)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError) as error:
+        raise UserError(
+            f"output_dir: {folder} is in use by another run ({_holder(handle)}); wait for its end, or choose another "
+            "folder with output_dir=..."
+        ) from error
+
+
+def _holder(handle: int) -> str:
+    try:
+        held = json.loads(os.pread(handle, 4096, 0))
+        return f"process {held['pid']} on {held['host']}, since {held['since']}"
+    except (ValueError, KeyError, TypeError):
+        return "which has just begun"

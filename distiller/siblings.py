@@ -1,0 +1,68 @@
+"""The other ranks on this machine, as far as the operating system knows them: for when they no longer answer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+from distiller.process import is_main_process, world_size
+
+
+def missing_ranks() -> list[int]:
+    """Numbers of this machine's ranks that are no longer running; [] where that cannot be known."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if local_world_size == 1:
+        return []
+    first = int(os.environ.get("RANK", "0")) - int(os.environ.get("LOCAL_RANK", "0"))
+    try:
+        children = psutil.Process(os.getppid()).children()
+    except psutil.Error:
+        return []
+    alive = {rank for child in children if (rank := _rank_of(child)) is not None}
+    return [rank for rank in range(first, first + local_world_size) if rank not in alive]
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    """The rank of a living process; None of others, and of one that has ended and waits to be noticed."""
+    try:
+        rank = process.environ().get("RANK")
+        return None if rank is None or process.status() == psutil.STATUS_ZOMBIE else int(rank)
+    except psutil.Error:
+        return None
+
+
+def loss_of_ranks(detail: str) -> str:
+    """One sentence on ranks that do not answer; `detail` is what the library said."""
+    missing = missing_ranks()
+    if missing:
+        names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size()}"
+        return f"{names} {'are' if len(missing) > 1 else 'is'} gone; continue with --resume"
+    return f"another rank does not answer ({detail}); look at its machine, then continue with --resume"
+
+
+def is_loss_of_ranks(error: BaseException) -> bool:
+    """Whether a collective failed because of another rank: torch's own errors, and gloo's, which have no type."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
+
+
+def speaks_first() -> bool:
+    """Whether this is the first of the machine's ranks that has something to say; True once, on one of them.
+
+    When a rank fails the others follow, with errors that only repeat it. They share a mark beside the files that
+    torch's agent gives to each rank; without an agent, rank 0 speaks.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        return is_main_process()
+    mark = Path(error_file).parent.parent / "distiller-has-spoken"
+    try:
+        mark.open("x").close()
+    except FileExistsError:
+        return False
+    except OSError:
+        return is_main_process()
+    return True

@@ -1,0 +1,86 @@
+"""What goes wrong while a run goes on, in one process: data that disappears, and every metric that must be there."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from safetensors.torch import save_file
+from torch.utils.data import DataLoader, Dataset
+
+from distiller import commands, draws
+from distiller.data.latents import LatentStore
+from distiller.data.loading import batches_of
+from distiller.errors import RunError
+from distiller.process import settle_loader_worker
+from tests import toys
+
+# The contract's list; null where one does not apply.
+METRICS = {
+    *("step", "epoch", "samples", "loss", "loss/prediction", "lr", "grad_norm", "optim/loss_scale"),
+    *("optim/skipped_steps", "perf/step_ms", "perf/step_ms_min", "perf/step_ms_max", "perf/teacher_ms"),
+    *("perf/student_ms", "perf/optimizer_ms", "perf/data_ms", "perf/samples_per_s", "perf/tokens_per_s", "perf/mfu"),
+    *("memory/gpu_peak_gib", "memory/gpu_peak_gib_min", "memory/gpu_peak_gib_max", "memory/teacher_gpu_gib"),
+    *("memory/teacher_host_gib", "memory/host_rss_gib"),
+}
+
+
+@pytest.fixture
+def latents(tmp_path):
+    """A folder of 16 latents, one a file."""
+    folder = tmp_path / "latents"
+    folder.mkdir()
+    for number in range(16):
+        save_file({"latents": draws.noise(1, 0, number, (1, 4, 1, 4, 4))}, folder / f"{number:02d}.safetensors")
+    toys.write_prompts(folder / "prompts.txt", toys.PROMPTS[:16])
+    return folder
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_latents_file_that_disappears_is_named_and_checkpoints_stay(make_recipe, tmp_path, latents, num_workers):
+    """The file of the last sample to be read goes when the first ones have been."""
+    last = draws.sample_order(3, 0, 16)[-1]
+
+    def train() -> None:
+        data = {"kind": "latents", "path": str(latents)}
+        train = {"max_steps": 4, "batch_size": 4, "log_every": 1, "num_workers": num_workers}
+        recipe = make_recipe(data=data, train=train, checkpoint={"every_steps": 1})
+        commands.train(recipe, resume=False)
+
+    opened = LatentStore.latents
+
+    def disappearing(store, sample_id):
+        if sample_id == last:
+            (latents / f"{last:02d}.safetensors").unlink()
+        return opened(store, sample_id)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LatentStore, "latents", disappearing)
+        with pytest.raises(RunError, match=rf"^{latents}/{last:02d}.safetensors can no longer be read \(No such file"):
+            train()
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
+
+
+class _Fatal(Dataset[int]):
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return index
+
+
+def test_a_killed_loader_process_is_one_line():
+    loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=settle_loader_worker)
+    with pytest.raises(RunError, match=r"^DataLoader worker \(pid.*\) .*\(a data file that shrank"):
+        next(batches_of(loader))
+
+
+def test_every_metric_of_the_contract_is_on_every_line(make_recipe):
+    recipe = make_recipe(train={"max_steps": 2, "batch_size": 8, "log_every": 1})
+    commands.train(recipe, resume=False)
+    lines = toys.read_metrics(Path(recipe.output_dir))
+    assert len(lines) == 2
+    assert all(set(line) >= METRICS for line in lines)
