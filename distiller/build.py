@@ -20,6 +20,7 @@ from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
+from distiller.launch_fsdp import FsdpLaunch, wrapped_classes
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import world_size
@@ -63,12 +64,13 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     task = check_run(recipe, world_size(), is_deepspeed_launch())
-    world = open_world(recipe)
+    world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
-    student_bytes = state_bytes(task.num_trained_parameters(), world.engine, recipe, accelerator.num_processes)
+    num_trained = task.num_trained_parameters()
+    student_bytes = state_bytes(num_trained, world.engine, recipe, accelerator.num_processes, world.fsdp)
     under_deepspeed = world.engine.startswith("deepspeed")
     setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
     if task.needs_live_teacher:
@@ -96,7 +98,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     trained = task.build_student()
     student_parameters = task.student_parameters(trained)
-    if recipe.train.gradient_checkpointing:
+    if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
@@ -151,13 +153,21 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     return plan
 
 
-def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes: int) -> int:
+def state_bytes(
+    num_parameters: int, engine: str, recipe: Recipe, num_processes: int, fsdp: FsdpLaunch | None = None
+) -> int:
     """What the student's state takes of one rank's device: float32 weights, gradients, AdamW's two moments, average.
 
     ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5); with offload they are in
-    host memory.
+    host memory. FSDP shards all three, but keeps whole gradients from the first micro-batch of an update to its last.
     """
     weights, gradients, moments = 4, 4, 8
+    if fsdp is not None:
+        accumulates = resolve_accumulation(recipe, num_processes) > 1
+        held = 0 if fsdp.offloads else weights + gradients + moments
+        gathered = weights * (not fsdp.shards_weights) + gradients * accumulates
+        average = weights if recipe.train.ema_decay is not None else 0
+        return int(num_parameters * ((held + average) / num_processes + gathered))
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(engine.removesuffix("-offload"), (1, 1, 1))
     if engine.endswith("-offload"):

@@ -19,6 +19,7 @@ from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dt
 from distiller.errors import QualityGateError, UserError
 from distiller.launch import check_precision, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
+from distiller.launch_fsdp import fsdp_of_file, wrapped_classes
 from distiller.launch_request import check_request, read_launch_file
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import die_with_launcher, is_main_process, world_size
@@ -98,18 +99,21 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
 
 def check(recipe: Recipe, launch_file: str | None) -> None:
     """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes, under_deepspeed = 1, False
+    num_processes, under_deepspeed, fsdp = 1, False, None
     if launch_file is not None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
+        fsdp = fsdp_of_file(Path(launch_file), num_processes)
         if request.distributed_type == "NO" and num_processes > 1:
             raise UserError(
                 f"{launch_file}: distributed_type NO starts one process and num_processes is {num_processes}; use "
                 "MULTI_GPU (with use_cpu: true on a CPU), or num_processes: 1"
             )
     task = check_run(recipe, num_processes, under_deepspeed)
+    if fsdp is not None:
+        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 

@@ -112,13 +112,10 @@ def check_request(request: LaunchRequest) -> None:
     """Refuses (UserError) what Accelerate would ignore silently or what distiller does not run."""
     kind = request.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
-        raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU or DEEPSPEED")
-    if kind == "FSDP":
+        raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU, DEEPSPEED or FSDP")
+    if kind in ("DEEPSPEED", "FSDP") and request.use_cpu:
+        name, files = ("DeepSpeed", "ZeRO") if kind == "DEEPSPEED" else ("FSDP", "FSDP")
         raise UserError(
-            f"{request.origin}: distributed_type FSDP is not supported by this version; use MULTI_GPU or DEEPSPEED"
-        )
-    if kind == "DEEPSPEED" and request.use_cpu:
-        raise UserError(
-            f"{request.origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "
-            "(the ZeRO files run on a CPU-only machine without it)"
+            f"{request.origin}: use_cpu: true makes Accelerate drop {name} silently; remove it "
+            f"(the {files} files run on a CPU-only machine without it)"
         )

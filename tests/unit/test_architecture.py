@@ -18,7 +18,7 @@ LAYERS = [
     ["teachers"],
     ["wan"],
     ["tasks"],
-    ["launch_request", "launch_deepspeed"],
+    ["launch_request", "launch_deepspeed", "launch_fsdp"],
     ["launch", "student_state", "weights", "checkpoint", "tracking"],
     ["trainer", "output"],
     ["build"],
