@@ -17,12 +17,14 @@ from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.launch import open_world, resolve_accumulation
-from distiller.launch_deepspeed import Offload, deepspeed_config, is_deepspeed_launch, offloaded_parts
+from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
+from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.optim import build_optimizer
 from distiller.output import claim_output_dir
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
+from distiller.student_size import gpu_bytes, host_bytes
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
@@ -62,22 +64,20 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     task = check_run(recipe, world_size(), is_deepspeed_launch())
-    world = open_world(recipe)
+    world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     under_deepspeed = world.engine.startswith("deepspeed")
-    offload = offloaded_parts(accelerator) if under_deepspeed else Offload()
     size = task.num_trained_parameters()
-    student_bytes = state_bytes(size, world.engine, recipe, accelerator.num_processes, offload)
-    host_bytes = offloaded_bytes(size, offload, accelerator.num_processes)
     ranks = Ranks.join(accelerator.device)
-    if "nvme" in (offload.optimizer, offload.parameters):
+    if world.offload.is_on("nvme"):
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, student_bytes, host_bytes)
+    reserved = gpu_bytes(size, recipe, world), host_bytes(size, world.offload, world.fsdp, accelerator.num_processes)
+    setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)
     identity = Identity(
@@ -105,7 +105,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     trained = task.build_student()
     student_parameters = task.student_parameters(trained)
-    if recipe.train.gradient_checkpointing:
+    if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
     setup.ranks.wait()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
@@ -161,36 +161,6 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
             f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; lower batch_size"
         )
     return plan
-
-
-def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes: int, offload: Offload) -> int:
-    """What the student's state takes of one rank's device: float32 weights, gradients, AdamW's two moments, average.
-
-    ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5); with offload they are in
-    host memory.
-    """
-    weights, gradients, moments = 4, 4, 8
-    shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
-    whole = shards.get(engine.removesuffix("-offload"), (1, 1, 1))
-    if offload != Offload():
-        on_gpu = whole[0] + (offload.parameters == "none") * (1 - whole[0]) / num_processes
-        return int(num_parameters * weights * on_gpu)
-    parts = zip((weights, gradients, moments), whole, strict=True)
-    a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
-    return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))
-
-
-def offloaded_bytes(num_parameters: int, offload: Offload, num_processes: int) -> int:
-    """What the student's state takes of the host's memory for one rank: float32 shards of what lies there.
-
-    With the optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights. What waits on a disk passes
-    through buffers, which are not counted.
-    """
-    weights, gradients, moments = 4, 4, 8
-    width = (weights + gradients + moments if offload.optimizer == "cpu" else 0) + (
-        weights if offload.parameters == "cpu" else 0
-    )
-    return num_parameters * width // num_processes
 
 
 def _announce(

@@ -22,6 +22,7 @@ from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
 from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
+from distiller.launch_fsdp import fsdp_of_file, wrapped_classes
 from distiller.launch_request import read_launch_file
 from distiller.launch_rules import check_precision, check_request
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
@@ -110,14 +111,17 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
 
 def check(recipe: Recipe, launch_file: str | None) -> None:
     """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes, under_deepspeed = 1, False
+    num_processes, under_deepspeed, fsdp = 1, False, None
     if launch_file is not None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
         check_compile(recipe, request.options)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
+        fsdp = fsdp_of_file(Path(launch_file), num_processes)
     task = check_run(recipe, num_processes, under_deepspeed)
+    if fsdp is not None:
+        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from distiller.devices import has_bfloat16, set_tf32
 from distiller.errors import UserError
 from distiller.launch_compile import check_compile, dynamo_plugin
 from distiller.launch_deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
+from distiller.launch_fsdp import FsdpLaunch, fsdp_plugin, launched_fsdp, shard_on_cpu
 from distiller.launch_request import LaunchRequest, requested_launch
 from distiller.launch_rules import check_gpus, check_launcher, check_precision, check_request
 from distiller.process import world_size
@@ -33,13 +35,18 @@ class World:
     engine: str
     mixed_precision: str
     accumulation_steps: int
+    offload: Offload
+    fsdp: FsdpLaunch | None
     notices: tuple[str, ...]
 
 
-def open_world(recipe: Recipe) -> World:
+def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) -> World:
     """Creates the Accelerator, and with it the process group. Communicates. Raises UserError before any weight is read.
 
     The recipe's accumulation, clipping and precision are written into Accelerate's plugins here, before `prepare`.
+
+    Args:
+        wrap: the student's module classes that FSDP gathers as one unit each.
     """
     check_launcher()
     request = requested_launch()
@@ -51,13 +58,12 @@ def open_world(recipe: Recipe) -> World:
                 "with use_cpu: true, as in accelerate_configs/cpu_2proc.yaml"
             )
     use_deepspeed = is_deepspeed_launch()
-    if os.environ.get("ACCELERATE_USE_FSDP", "false") == "true":
-        raise UserError("FSDP is not supported by this version; use accelerate_configs/ddp.yaml or zero3_offload.yaml")
     on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("true", "1")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if not on_cpu:
         check_gpus(local_world_size)
     notices: list[str] = []
+    fsdp = launched_fsdp(on_cpu, local_world_size, notices)
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
     options = {} if request is None else request.options
@@ -65,15 +71,17 @@ def open_world(recipe: Recipe) -> World:
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
-    # gloo is named for DeepSpeed on the CPU: with cpu=True Accelerate would drop DeepSpeed without an error.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and world_size() > 1 else []
+    sharded = None if fsdp is None else fsdp_plugin(fsdp, wrap(fsdp), precision, on_cpu, notices)
+    # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
+    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     accelerator = Accelerator(
-        cpu=on_cpu and not use_deepspeed,
+        cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=accumulation, adjust_scheduler=False, sync_with_dataloader=False
         ),
         deepspeed_plugin=plugin,
+        fsdp_plugin=sharded,
         dynamo_plugin=dynamo_plugin(recipe, options),
         step_scheduler_with_optimizer=False,
         log_with=list(recipe.tracking.trackers) or None,
@@ -82,13 +90,18 @@ def open_world(recipe: Recipe) -> World:
         ),
         kwargs_handlers=handlers,
     )
+    if sharded is not None and on_cpu:
+        shard_on_cpu(accelerator, sharded)
     set_tf32(recipe.train.tf32)
     engine = engine_name(accelerator)
     if accelerator.num_processes != world_size():
         raise UserError(f"{world_size()} processes were launched and each sees {accelerator.num_processes}")
     if use_deepspeed and not engine.startswith("deepspeed"):
         raise UserError("the launch file asks for DeepSpeed and Accelerate dropped it; remove use_cpu / --cpu")
-    return World(accelerator, engine, precision, accumulation, tuple(notices))
+    if fsdp is not None and engine != fsdp.engine:
+        raise UserError("the launch file asks for FSDP and Accelerate dropped it; remove use_cpu / --cpu")
+    offload = offloaded_parts(accelerator) if use_deepspeed else Offload()
+    return World(accelerator, engine, precision, accumulation, offload, fsdp, tuple(notices))
 
 
 def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, notices: list[str]) -> str:
@@ -123,9 +136,10 @@ def resolve_accumulation(recipe: Recipe, world_size: int) -> int:
 
 
 def engine_name(accelerator: Accelerator) -> str:
-    """single, ddp, or deepspeed-zero1|2|3[-offload], as in summary.json."""
+    """single, ddp, fsdp1, fsdp2, or deepspeed-zero1|2|3[-offload], as in summary.json."""
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         zero = deepspeed_config(accelerator).get("zero_optimization", {})
-        is_offloaded = offloaded_parts(accelerator) != Offload()
-        return f"deepspeed-zero{zero.get('stage', 0)}" + ("-offload" if is_offloaded else "")
+        return f"deepspeed-zero{zero.get('stage', 0)}" + ("-offload" if offloaded_parts(accelerator).is_any else "")
+    if accelerator.distributed_type is DistributedType.FSDP:
+        return "fsdp2" if accelerator.is_fsdp2 else "fsdp1"
     return "single" if accelerator.num_processes == 1 else "ddp"

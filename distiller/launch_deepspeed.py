@@ -25,6 +25,15 @@ class Offload:
     optimizer: str = "none"
     parameters: str = "none"
 
+    @property
+    def is_any(self) -> bool:
+        """Whether anything waits outside."""
+        return (self.optimizer, self.parameters) != ("none", "none")
+
+    def is_on(self, device: str) -> bool:
+        """Whether anything waits there."""
+        return device in (self.optimizer, self.parameters)
+
 
 def is_deepspeed_launch() -> bool:
     """Whether `accelerate launch` started this process for DeepSpeed."""

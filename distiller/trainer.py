@@ -12,6 +12,7 @@ import psutil
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from distiller.checkpoint import Checkpoints
@@ -98,7 +99,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
 
         with timer.part("optimizer"):
             limit = recipe.optim.max_grad_norm or math.inf
-            gradient_norm = accelerator.clip_grad_norm_(run.student.parameters(), limit)
+            gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
             if run.average is not None:
@@ -171,12 +172,19 @@ def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
 def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:
     accelerator = run.accelerator
     with accelerator.accumulate(run.student):
-        outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
+        # Accelerate puts DDP's and FSDP1's forward under autocast, FSDP2's not; under DeepSpeed this does nothing.
+        with accelerator.autocast():
+            outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
         loss = run.task.loss(outputs, target, batch)
         # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
         scale = spoil(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
         accelerator.backward(loss.total / count * scale)
     return LossSum(loss.total.detach(), loss.terms)
+
+
+def _whole(norm: Any) -> Any:
+    """The norm over all ranks: FSDP2's is each rank's part until it is asked for. Communicates under FSDP2."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _step_if_finite(run: Run, gradient_norm: Any) -> Tensor:

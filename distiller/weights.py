@@ -8,6 +8,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from distiller.optim import average_unless
 
@@ -21,6 +23,9 @@ def full_weights(accelerator: Accelerator, student: nn.Module) -> Iterator[tuple
     module = accelerator.unwrap_model(student, keep_torch_compile=False)
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         yield from _deepspeed_parameters(module)
+    elif accelerator.distributed_type is DistributedType.FSDP:
+        yield from _fsdp_parameters(student)
+        return
     else:
         for name, parameter in module.named_parameters():
             yield name, parameter.detach().float()
@@ -81,6 +86,13 @@ class MovingAverage:
         average = self.state[name]
         average_unless([average], [value.to(average.device)], 1 - self._decay, is_skipped.to(average.device))
         return average
+
+
+def _fsdp_parameters(student: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    with FullyShardedDataParallel.summon_full_params(student, writeback=False):
+        for name, parameter in student.named_parameters():
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            yield name.replace("_fsdp_wrapped_module.", ""), whole.detach()
 
 
 def _deepspeed_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -69,6 +69,13 @@ class ToyTask(Task[Batch, Any]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
+    def student_skeleton(self) -> nn.Module:
+        return self.build_student().to("meta")
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        return ("Linear",)
+
     def num_trained_parameters(self) -> int:
         return self.student_parameters(self.build_student())
 

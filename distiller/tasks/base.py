@@ -64,6 +64,15 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """Parameters of what is trained, from descriptions alone."""
 
     @abstractmethod
+    def student_skeleton(self) -> nn.Module:
+        """What is trained, on the meta device, from descriptions alone."""
+
+    @property
+    @abstractmethod
+    def block_classes(self) -> tuple[str, ...]:
+        """Names of the classes of its repeated blocks, each of which an engine may gather as one unit."""
+
+    @abstractmethod
     def build_student(self) -> nn.Module:
         """What is trained, on the CPU in float32, the same on every rank."""
 

@@ -70,18 +70,21 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return self._source.load(accelerator, teacher)
 
     def num_trained_parameters(self) -> int:
-        # The projections of feature matching are small beside it.
+        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
+
+    def student_skeleton(self) -> DistilledStudent:
         with init_empty_weights():
             model = WanTransformer3DModel.from_config(self._student_config)
-        return sum(parameter.numel() for parameter in model.parameters())
+            return self._with_projections(model)
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        return tuple(WanTransformer3DModel._no_split_modules or ())
 
     def build_student(self) -> DistilledStudent:
-        features = self._task.losses.features
         model = build_student(self._recipe.student, self._student_config, self.files, self._recipe.seed)
         install_short_text(model, self._task.max_sequence_length)
-        teacher = self.files.transformer_configs["transformer"]
-        dim = teacher["num_attention_heads"] * teacher["attention_head_dim"]
-        return DistilledStudent(model, features.student_blocks if features.weight else (), dim, self._recipe.seed)
+        return self._with_projections(model)
 
     def student_parameters(self, trained: nn.Module) -> int:
         assert isinstance(trained, DistilledStudent)
@@ -209,6 +212,11 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         teacher.close()
         ours = draw_student(student, self.files, self._recipe, conditions)
         write_grid({"teacher": theirs, "student": ours}, prompts, Vae(self.files, device), output)
+
+    def _with_projections(self, model: Any) -> DistilledStudent:
+        features, teacher = self._task.losses.features, self.files.transformer_configs["transformer"]
+        dim = teacher["num_attention_heads"] * teacher["attention_head_dim"]
+        return DistilledStudent(model, features.student_blocks if features.weight else (), dim, self._recipe.seed)
 
     def _target(self, teacher_outputs: Outputs | None, batch: DiffusionBatch) -> Tensor:
         if batch.stored is not None:

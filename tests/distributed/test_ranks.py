@@ -45,7 +45,7 @@ def roll_out(recipe: dict) -> bool:
     from tests.toy_network import setup
 
     parsed = parse(recipe)
-    task, world = build_task(parsed), open_world(parsed)
+    task, world = build_task(parsed), open_world(parsed, lambda fsdp: fsdp.class_names)
     needed = task.prepare_stages(world.accelerator, torch.float32)
     teacher = open_teacher(task.network, setup())
     data = task.run_stages(world.accelerator, teacher)

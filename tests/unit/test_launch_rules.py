@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distiller.build import offloaded_bytes
 from distiller.errors import UserError
 from distiller.launch_deepspeed import Offload
 from distiller.launch_request import deepspeed_settings, read_launch_file
 from distiller.launch_rules import check_nvme_room, check_request, check_zero, fill_nvme_paths
+from distiller.student_size import host_bytes
 from tests.questionnaire import DEEPSPEED, MULTI_GPU, QUESTIONNAIRES, answer
 
 ROOT = Path(__file__).parents[2]
@@ -125,7 +125,7 @@ def test_a_disk_that_is_too_small(tmp_path):
     [(Offload(), 0), (Offload("cpu"), 16), (Offload("cpu", "cpu"), 20), (Offload("nvme", "nvme"), 0)],
 )
 def test_what_an_offloaded_student_takes_of_the_host(offload, bytes_a_parameter):
-    assert offloaded_bytes(1000, offload, num_processes=2) == 1000 * bytes_a_parameter // 2
+    assert host_bytes(1000, offload, None, num_processes=2) == 1000 * bytes_a_parameter // 2
 
 
 def test_every_launch_file_has_its_row():
