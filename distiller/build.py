@@ -11,7 +11,10 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint import Checkpoints, Identity
+from distiller.average import MovingAverage
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.resuming import verify
+from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
@@ -21,10 +24,11 @@ from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.optim import build_optimizer
-from distiller.output import claim_output_dir
+from distiller.output import check_shared, claim_output_dir
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.student_size import gpu_bytes, host_bytes
+from distiller.student_state.opening import open_state
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
@@ -33,7 +37,6 @@ from distiller.teachers.opening import decide
 from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
-from distiller.weights import MovingAverage
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,10 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         return Finished(accelerator, last_step)
+    run_dir, done = Path(recipe.output_dir), claim.steps_done
+    check_shared(run_dir, ranks)
+    if done:
+        verify(run_dir, done, ranks)
     _announce(world.notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
@@ -111,11 +118,14 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
-    average = None if decay is None else MovingAverage(accelerator, student, decay)
-    checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep, identity)
-    done = claim.steps_done
-    if done:
-        checkpoints.load(done, student, optimizer, average)
+    state = open_state(world.engine, accelerator, student, optimizer)
+    average = None if decay is None else MovingAverage(state, decay)
+    checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
+    if ranks.is_main:
+        checkpoints.remove_stale()
+    skipped_steps = checkpoints.load(done) if done else 0
+    if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
+        checkpoints.reserve()
     loader = DataLoader(
         data,
         batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),
@@ -146,8 +156,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
-        ranks=setup.ranks,
-        skipped_steps=claim.skipped_steps,
+        ranks=ranks,
+        skipped_steps=skipped_steps,
         stages_s=stages_s,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint import Checkpoints
+from distiller.average import MovingAverage
+from distiller.checkpoint.resuming import latest_step
+from distiller.checkpoint.saving import Checkpoints
+from distiller.checkpoint.schedule import is_due
 from distiller.config import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
@@ -29,7 +33,6 @@ from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Teacher
 from distiller.timing import StepTimer
 from distiller.tracking import GIB, Tracker, peak_flops
-from distiller.weights import MovingAverage
 
 
 @dataclass
@@ -76,6 +79,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
+    saved_at = time.monotonic()
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -103,7 +107,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
             if run.average is not None:
-                run.average.update(run.student, is_skipped)
+                run.average.update(is_skipped)
         health.note(
             step, [i for batch in batches for i in task.sample_ids(batch)], [loss.total for loss in losses], is_skipped
         )
@@ -111,7 +115,8 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         timer.end_step()
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
-        is_saved = _is_checkpoint_step(run, step)
+        elapsed_s = _agreed_elapsed_s(run, saved_at) if is_logged else 0.0
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s)
         if is_logged:
             metrics = {
                 "step": step,
@@ -128,14 +133,12 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         if is_logged or is_saved:
             health.settle()
         if is_saved and health.is_well:
-            _save(run, health, step)
+            run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            saved_at = time.monotonic()
         if is_logged:
             timer.restart()
+    run.checkpoints.finish()
     return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
-
-
-def _save(run: Run, health: Health, step: int) -> None:
-    run.checkpoints.save(step, run.student, run.optimizer, run.average, int(health.num_skipped))
 
 
 def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
@@ -147,8 +150,10 @@ def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
         when = f"before step {run.first_step}"
     elif not health.is_well:
         when += ", which was left out; the last checkpoint is older"
-    elif not _is_checkpoint_step(run, step):
-        _save(run, health, step)
+    else:
+        run.checkpoints.finish()
+        if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
+            run.checkpoints.save(step, int(health.num_skipped), wait=True)
     text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
     raise StoppedError(text, min(signals), is_agreed=True)
 
@@ -261,8 +266,9 @@ def _loss_scale(run: Run) -> float | None:
     return None
 
 
-def _is_checkpoint_step(run: Run, step: int) -> bool:
-    checkpoint = run.recipe.checkpoint
-    if step == run.last_step:
-        return checkpoint.at_end
-    return checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
+def _agreed_elapsed_s(run: Run, since: float) -> float:
+    """Rank 0's time since the last save, where anybody asks for it; the others' clocks do not count. Communicates."""
+    if run.recipe.checkpoint.every_minutes is None:
+        return 0.0
+    own = time.monotonic() - since if run.accelerator.is_main_process else 0.0
+    return float(run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum"))  # type: ignore[arg-type]

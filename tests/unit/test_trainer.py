@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from distiller import draws
-from distiller.checkpoint import Checkpoints, Identity
+from distiller.average import MovingAverage
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, RunError
 from distiller.tasks.base import LossSum
 from distiller.trainer import train
-from distiller.weights import MovingAverage
+from distiller.student_state.plain import PlainState
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_run, toy_recipe
 
 
@@ -91,9 +93,10 @@ def flat(run) -> torch.Tensor:
 def test_a_bad_update_leaves_student_moments_and_average_as_they_were(tmp_path, value, fused):
     """Sample 5 comes once an epoch of two updates: four updates of eight are left out, never two in a row."""
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8, fused=fused), task=SpoiltTask({5}, value))
-    run.average = MovingAverage(run.accelerator, run.student, 0.9)
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.average = MovingAverage(state, 0.9)
     run.recipe = run.recipe.model_copy(update={"checkpoint": Checkpoint(every_steps=1, keep=8)})
-    run.checkpoints = Checkpoints(tmp_path, run.accelerator, 8, Identity("single", 1, 8, 16, "toy"))
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, Identity("single", 1, 8, 16, "toy"), state, run.average)
     train(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     bad_steps = [line["step"] for line in lines if line["loss"] is None]
@@ -106,13 +109,13 @@ def test_a_bad_update_leaves_student_moments_and_average_as_they_were(tmp_path, 
     folders = sorted((tmp_path / "checkpoints").glob("step-*"))
     assert [folder.name for folder in folders] == [f"step-{step}" for step in good_steps]
     assert torch.isfinite(flat(run)).all()
-    assert all(torch.isfinite(value).all() for value in run.average.state.values())
+    assert all(torch.isfinite(piece.values).all() for piece in run.average.pieces())
 
 
 def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
     """By hand: the same updates, with the bad ones' steps left out."""
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8), task=SpoiltTask({5}, float("nan")))
-    run.average = MovingAverage(run.accelerator, run.student, 0.9)
+    run.average = MovingAverage(PlainState(run.accelerator, run.student, run.optimizer), 0.9)
     train(run)
     student, teacher, data = TokenTask().build_student(), LinearTeacher(), Sequences()
     matrices = [{"params": [student.weight]}, {"params": [student.bias], "weight_decay": 0.0}]
@@ -134,7 +137,7 @@ def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
             mean.lerp_(value.detach(), 0.1)
     wanted = torch.cat([p.detach().flatten() for p in student.parameters()])
     assert ((flat(run) - wanted).norm() / wanted.norm()).item() < 1e-6
-    means = torch.cat([value.flatten() for value in run.average.state.values()])
+    means = torch.cat([piece.values for piece in run.average.pieces()])
     wanted = torch.cat([mean.flatten() for mean in average])
     assert ((means - wanted).norm() / wanted.norm()).item() < 1e-6
     steps = {int(state["step"]) for state in run.optimizer.state.values()}
