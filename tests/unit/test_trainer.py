@@ -12,9 +12,9 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, RunError
+from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.trainer import train
-from distiller.student_state.plain import PlainState
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_run, toy_recipe
 
 
