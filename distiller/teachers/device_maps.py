@@ -100,17 +100,25 @@ def room_of_devices(ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[i
     return room
 
 
-def check_room(placement: str, needed: Mapping[int, int], unplaced: int, room: Mapping[int, int]) -> None:
-    """Raises UserError where a device is asked for more bytes than it has, or bytes found no device at all."""
+def check_room(
+    placement: str, needed: Mapping[int, int], unplaced: int, room: Mapping[int, int], ring_bytes: int
+) -> None:
+    """Raises UserError where a device is asked for more bytes than it has, or bytes found no device at all.
+
+    It names what fits instead; `ring_bytes` are what streaming takes of each device.
+    """
     if not unplaced and all(needed[number] <= room[number] for number in needed):
         return
     total = sum(needed.values()) + unplaced
-    instead = (["streamed", "cpu"] if total <= free_host_bytes() else []) + ["disk"]
+    fits_host, fits_ring = total <= free_host_bytes(), ring_bytes <= min(room.values())
+    fits = {"streamed": fits_host and fits_ring, "cpu": fits_host, "disk": fits_ring}
+    instead = [name for name in fits if fits[name]]
+    advice = f"teacher.placement={' or '.join(instead)}" if instead else "a smaller teacher.dtype"
     free = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in room.items())
     wanted = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in sorted(needed.items()))
     raise UserError(
         f"teacher.placement={placement} needs {_gib(total)} ({wanted}; without a place: {_gib(unplaced)}), and beside "
-        f"the student and activations these devices have {free}; choose teacher.placement={' or '.join(instead)}"
+        f"the student and activations these devices have {free}; choose {advice}"
     )
 
 

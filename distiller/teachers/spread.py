@@ -195,7 +195,10 @@ def maps_within(
                 left[part.location] -= part.stored.num_bytes
             elif part.location == "disk" and not has_disk:
                 unplaced += part.stored.num_bytes
-    check_room(placement, {number: room[number] - left[number] for number in room}, unplaced, room)
+    units = [unit for plan in plans for unit in plan.units]
+    largest = max((unit.num_bytes for unit in units if unit.name != REST), default=0)
+    ring_bytes = sum(unit.num_bytes for unit in units if unit.name == REST) + 2 * largest
+    check_room(placement, {number: room[number] - left[number] for number in room}, unplaced, room, ring_bytes)
     return maps
 
 

@@ -135,12 +135,14 @@ class GroupOffloaded(Teacher):
 
 
 def write_teacher(folder: Path, model: str, device: torch.device) -> dict[str, Any]:
-    """Writes random bfloat16 weights, a file for each unit, and returns the config."""
+    """Writes random bfloat16 weights, a file for each unit, unless they are there, and returns the config."""
     config = transformer_defaults() | {"attention_head_dim": 128, "in_channels": LATENT_CHANNELS, "text_dim": 4096}
     config |= {"out_channels": LATENT_CHANNELS} | MODELS[model]
     network = make_network(folder, config)
     module = network.skeleton("transformer", torch.bfloat16)
-    target = folder / "transformer"
+    target, described = folder / "transformer", json.dumps({"_class_name": "WanTransformer3DModel", **config})
+    if (target / "config.json").exists() and (target / "config.json").read_text() == described:
+        return config
     target.mkdir(parents=True, exist_ok=True)
     generator, weight_map = torch.Generator(device).manual_seed(0), {}
     for unit in lay_out(module, network.block_names("transformer")):
@@ -156,7 +158,7 @@ def write_teacher(folder: Path, model: str, device: torch.device) -> dict[str, A
         weight_map |= dict.fromkeys(state, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
-    (target / "config.json").write_text(json.dumps({"_class_name": "WanTransformer3DModel", **config}))
+    (target / "config.json").write_text(described)
     return config
 
 
@@ -353,18 +355,33 @@ def print_table(results: list[dict], shapes: list[int], limits: dict[int, float]
         print("| " + " | ".join(cells) + " |")
 
 
+def choose_rows(wanted: str | None) -> list[Row]:
+    """Those that `--rows` asks for, in its order, after `replicated`."""
+    if wanted is None:
+        return ROWS
+    chosen = {ROWS[0].name: ROWS[0]}
+    for name in wanted.split("|"):
+        named = [row for row in ROWS if row.name == name] or [row for row in ROWS if name in row.name]
+        if not named:
+            raise SystemExit(f"--rows: no row's name contains {name!r}")
+        chosen |= {row.name: row for row in named}
+    return list(chosen.values())
+
+
 def main() -> None:
     """Runs the rows and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="wan-14b")
     parser.add_argument("--tokens", type=int, nargs="+", choices=SHAPES, default=[1560, 6240, 32760])
     parser.add_argument(
-        "--rows", help="only those whose name contains one of these, separated by |; replicated is added"
+        "--rows",
+        help="only those named so, or whose name contains this, in this order, separated by |; after replicated",
     )
-    parser.add_argument("--folder", type=Path, help="for the weights (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="for the weights, to use them again (default: a temporary one)")
     parser.add_argument("--output", type=Path, help="write the figures as JSON")
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further row after so long")
     options = parser.parse_args()
+    rows = choose_rows(options.rows)
     began = time.perf_counter()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -382,10 +399,8 @@ def main() -> None:
         passing = sum(unit.num_bytes for unit in units if unit.name != REST)
         bandwidth = bus_bandwidth(ranks)
         limits = {"streamed": passing / bandwidth * 1e3, "shared": passing / bandwidth * 1e3 / ranks.local_world_size}
-        wanted = None if options.rows is None else ["replicated", *options.rows.split("|")]
-        rows = [
-            row for row in ROWS if wanted is None or row.name == "replicated" or any(w in row.name for w in wanted[1:])
-        ]
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+        title = f"{options.model}, {ranks.world_size} x {name}, torch {torch.__version__}"
         results = []
         for row in rows:
             if (ranks.from_main(lambda: time.perf_counter() - began)) > 60 * options.minutes:
@@ -402,8 +417,6 @@ def main() -> None:
                     file=sys.stderr,
                     flush=True,
                 )
-                name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-                title = f"{options.model}, {ranks.world_size} x {name}, torch {torch.__version__}"
                 if options.output:
                     report = {"title": title, "bandwidth": bandwidth, "limits_ms": limits, "rows": results}
                     options.output.write_text(json.dumps(report, indent=1))

@@ -79,9 +79,11 @@ def test_float32_islands_count_as_such():
 
 @pytest.mark.parametrize("make_map", [balanced_map, sequential_map])
 def test_what_finds_no_room_is_refused_with_what_would_fit(make_map):
-    room = {0: 3 * BLOCK_BYTES, 1: 2 * BLOCK_BYTES}
+    room = {0: 3 * BLOCK_BYTES, 1: 3 * BLOCK_BYTES}
     with pytest.raises(UserError, match=r"balanced needs .*without a place: .* choose .*=streamed or cpu or disk$"):
         maps_within([plan_of()], "balanced", make_map, room, has_disk=False)
+    with pytest.raises(UserError, match=r"balanced needs .*; choose teacher\.placement=cpu$"):
+        maps_within([plan_of()], "balanced", make_map, dict.fromkeys(room, 2 * BLOCK_BYTES), has_disk=False)
     with pytest.raises(UserError, match=r"custom needs .*; choose teacher\.placement=streamed or cpu or disk$"):
         maps_within([plan_of()], "custom", lambda *_: {"": "disk", "blocks": 1}, room, has_disk=True)
     assert maps_within([plan_of()], "custom", lambda *_: {"": "disk"}, room, has_disk=True) == [{"": "disk"}]
