@@ -134,9 +134,9 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
         )
 
 
-def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) -> None:
+def sample(run_dir: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
     """Writes teacher and student side by side for these prompts."""
-    recipe = _recipe_of(run_dir, [])
+    recipe = _recipe_of(run_dir, overrides)
     target = output or run_dir / "samples.png"
     if target.suffix.lower() not in SUFFIXES or not os.path.isdir(target.parent):
         suffixes = ", ".join(sorted(SUFFIXES))

@@ -294,9 +294,14 @@ def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
     assert evaluation["num_samples"] == 4
     assert evaluation["velocity_mse_last_step"] > 0
-    commands.sample(folder, ["a red cat", "a bird"], 0, folder / "two.png")
-    with Image.open(folder / "two.png") as picture:
-        assert picture.size[0] > 300
+    pictures = []
+    for overrides in ([], ["sampling.num_inference_steps=1"], ["teacher.placement=cpu"]):
+        commands.sample(folder, overrides, ["a red cat", "a bird"], 0, folder / "two.png")
+        with Image.open(folder / "two.png") as picture:
+            assert picture.size[0] > 300
+            pictures.append(np.asarray(picture))
+    assert np.array_equal(pictures[0], pictures[2])
+    assert not np.array_equal(pictures[0], pictures[1])
 
 
 def test_a_dry_run_leaves_nothing(make_recipe, capsys):
