@@ -29,6 +29,7 @@ from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
 from distiller.teachers.opening import decide
+from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
@@ -90,6 +91,10 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
+    quantization_error = None
+    if teacher is not None and setup.options.quantization != "none":
+        requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
+        quantization_error = measure_error(task.network, setup, teacher, requests)
     if teacher is not None and not task.needs_live_teacher:
         teacher.close()
         teacher = None
@@ -137,6 +142,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         last_step=last_step,
         skipped_steps=claim.skipped_steps,
         stages_s=stages_s,
+        quantization_error=quantization_error,
     )
 
 

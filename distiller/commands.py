@@ -174,6 +174,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "samples_per_s": outcome.samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
+        "teacher_quantization_error": run.quantization_error,
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,
         "mixed_precision": run.mixed_precision,

@@ -49,6 +49,7 @@ class Run:
     last_step: int
     skipped_steps: int
     stages_s: float
+    quantization_error: float | None = None
 
 
 @dataclass(frozen=True)
