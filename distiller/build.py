@@ -34,6 +34,7 @@ from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
 from distiller.teachers.opening import decide
+from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
@@ -106,6 +107,10 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     setup.ranks.wait()
     data = task.run_stages(accelerator, teacher)
     stages_s = time.perf_counter() - started
+    quantization_error = None
+    if teacher is not None and setup.options.quantization != "none":
+        requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
+        quantization_error = measure_error(task.network, setup, teacher, requests)
     if teacher is not None and not task.needs_live_teacher:
         teacher.close()
         teacher = None
@@ -159,6 +164,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         ranks=ranks,
         skipped_steps=skipped_steps,
         stages_s=stages_s,
+        quantization_error=quantization_error,
     )
 
 

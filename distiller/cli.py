@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -135,8 +136,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.set_defaults(run=_evaluate)
 
-    sample = commands.add_parser("sample", help="draw teacher and student side by side")
+    sample = commands.add_parser(
+        "sample",
+        help="draw teacher and student side by side",
+        description="distiller sample RUN [key.sub=value ...] --prompts PROMPT [PROMPT ...]",
+    )
     sample.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
+    sample.add_argument(
+        "overrides",
+        nargs="*",
+        default=[],
+        metavar="key.sub=value",
+        help="before --prompts, for example sampling.num_inference_steps=50 or teacher.placement=streamed",
+    )
     sample.add_argument("--prompts", nargs="+", required=True, help="one picture of each for every prompt")
     sample.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
     sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png")
@@ -184,9 +196,12 @@ def _evaluate(options: argparse.Namespace, stops: Stops) -> None:
 
 
 def _sample(options: argparse.Namespace, stops: Stops) -> None:
+    for prompt in options.prompts:
+        if re.fullmatch(r"[a-z_]+(\.\w+)*=\S*", prompt):
+            raise UserError(f"--prompts: '{prompt}' is an override and no prompt; give it before --prompts")
     from distiller import commands
 
-    commands.sample(options.run_dir, options.prompts, options.seed, options.output)
+    commands.sample(options.run_dir, options.overrides, options.prompts, options.seed, options.output)
 
 
 def _export(options: argparse.Namespace, stops: Stops) -> None:

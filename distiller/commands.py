@@ -146,9 +146,9 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
         )
 
 
-def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) -> None:
+def sample(run_dir: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
     """Writes teacher and student side by side for these prompts."""
-    recipe = _recipe_of(run_dir, [])
+    recipe = _recipe_of(run_dir, overrides)
     target = output or run_dir / "samples.png"
     if target.suffix.lower() not in SUFFIXES or not os.path.isdir(target.parent):
         suffixes = ", ".join(sorted(SUFFIXES))
@@ -186,6 +186,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "samples_per_s": outcome.samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
+        "teacher_quantization_error": run.quantization_error,
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,
         "mixed_precision": run.mixed_precision,

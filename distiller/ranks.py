@@ -64,6 +64,10 @@ class Ranks:
         """The number, among all ranks, of the node's first."""
         return self.rank - self.local_rank
 
+    def alone(self) -> Ranks:
+        """This process by itself, for what the others take no part in."""
+        return Ranks(self.device, 0, 1, 0, 1, None, None)
+
     def new_node_group(self) -> dist.ProcessGroup:
         """A group of the node's ranks of its own, for tensors on `device`. Communicates; every rank calls it."""
         starts = range(0, self.world_size, self.local_world_size)

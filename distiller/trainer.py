@@ -60,6 +60,7 @@ class Run:
     ranks: Ranks
     skipped_steps: int
     stages_s: float
+    quantization_error: float | None = None
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ class Fsdp2State(StudentState):
             if not isinstance(source, DTensor):
                 # A buffer is whole on every rank.
                 if self._accelerator.is_main_process:
-                    yield Piece(name, 0, source.reshape(-1))
+                    yield Piece(name, 0, source.reshape(-1), is_lasting=True)
             elif _is_first_replica(source) and (values := source.to_local().reshape(-1)).numel():
-                yield Piece(name, _start(source), values)
+                yield Piece(name, _start(source), values, is_lasting=True)
 
     def counters(self) -> Counters:
         """See StudentState."""

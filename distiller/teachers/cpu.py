@@ -24,14 +24,13 @@ from distiller.teachers.base import (
     move_call,
     run_agenda,
 )
-from distiller.teachers.feeds import FileReader, ThreadFeed
-from distiller.teachers.filling import Plan, plan_modules
+from distiller.teachers.feeds import ThreadFeed
+from distiller.teachers.filling import Plan, fill, plan_modules
 from distiller.teachers.host_copy import HostCopy
 from distiller.teachers.layout import bind, lay_out, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
 
 CPU = torch.device("cpu")
-FILL_THREADS = 4
 NUM_WIDE_SLOTS = 2
 
 
@@ -73,10 +72,7 @@ class CpuTeacher(Teacher):
 
     def _fill(self, plans: Sequence[Plan]) -> None:
         sources = [(unit, plan.files) for plan in plans for unit in plan.units if plan.files is not None]
-        reader = FileReader(sources, FILL_THREADS)
-        for number in range(len(sources)):
-            reader.fill(number, self._host.piece(number))
-        reader.close()
+        fill(sources, [self._host.piece(number) for number in range(len(sources))])
         for plan in plans:
             plan.close_files()
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.feeds import FileFeed, FileReader, ThreadFeed
 from distiller.teachers.filling import load_everywhere, plan_modules
+from distiller.teachers.host_copy import HostCopy
 from distiller.teachers.layout import REST, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
 from distiller.teachers.streamed import choose_resident
@@ -24,23 +23,25 @@ class DiskTeacher(Teacher):
         device = setup.ranks.device
         self._plans = plan_modules(network, setup, is_reader=True)
         resident = choose_resident(self._plans, setup)
-        units, sources, self._resident_bytes = [], [], 0
+        units, sources, self._staging, self._resident_bytes = [], [], None, 0
         for plan in self._plans:
-            stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
-            self._resident_bytes += load_everywhere(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
             for unit in plan.units:
-                if unit not in stays:
+                if unit.name != REST and (plan.name, unit.name) not in resident:
                     assert plan.files is not None
                     units.append(PassingUnit(plan.name, plan.module, unit))
                     sources.append((unit, plan.files))
         size = max((unit.num_bytes for unit, _ in sources), default=0)
-        slots = make_slots(size, min(options.ring_blocks, len(units)), device)
-        self._slot_bytes, self._staging_bytes = sum(slot.buffer.nbytes for slot in slots), 0
-        reader = FileReader(sources, options.read_threads)
         if device.type == "cuda":
-            staging = [torch.empty(size, dtype=torch.uint8, pin_memory=options.pin_memory) for _ in range(NUM_STAGING)]
-            self._staging_bytes = NUM_STAGING * size
-            feed = FileFeed(reader, staging, device)
+            # Before weights are read: a driver that refuses should do so early.
+            self._staging = setup.ranks.all_succeed(lambda: _staging(size, setup))
+        for plan in self._plans:
+            stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
+            self._resident_bytes += load_everywhere(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
+        slots = make_slots(size, min(options.ring_blocks, len(units)), device)
+        self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
+        reader = FileReader(sources, options.read_threads)
+        if self._staging is not None:
+            feed = FileFeed(reader, [self._staging.piece(number) for number in range(NUM_STAGING)], device)
         else:
             feed = ThreadFeed(reader.fill, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
@@ -53,10 +54,25 @@ class DiskTeacher(Teacher):
         own, count = self._resident_bytes + self._slot_bytes, self._ranks.local_world_size
         if self._ranks.device.type == "cpu":
             return TeacherMemory(host_bytes=own * count)
-        return TeacherMemory(own, self._staging_bytes * count)
+        staging_bytes = 0 if self._staging is None else self._staging.num_bytes
+        return TeacherMemory(own, staging_bytes * count)
 
     def close(self) -> None:
         self._passing.close()
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
         for plan in self._plans:
             plan.close_files()
         self._plans.clear()
+
+
+def _staging(size: int, setup: Setup) -> HostCopy:
+    """This rank's own buffers, page-locked if the recipe lets it. Raises UserError where that is not possible.
+
+    Memory that torch page-locks itself is as long as the next power of two: two of 0.65 GiB would take 2 GiB.
+    """
+    staging = HostCopy.make([size] * NUM_STAGING, setup.ranks.alone())
+    if setup.options.pin_memory:
+        staging.page_lock()
+    return staging

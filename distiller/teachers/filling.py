@@ -11,8 +11,11 @@ from torch import Tensor, nn
 
 from distiller.ranks import Ranks
 from distiller.teachers.base import Network, Setup
+from distiller.teachers.feeds import FileReader
 from distiller.teachers.layout import Unit, bind, check_files, lay_out, move_own_buffers, read_unit
 from distiller.weight_files import WeightFiles
+
+FILL_THREADS = 4
 
 
 @dataclass
@@ -66,6 +69,24 @@ def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
         bind(plan.module, unit, buffer)
     move_own_buffers(plan.module, ranks.device)
     return sum(unit.num_bytes for unit in units)
+
+
+def fill(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Tensor]) -> None:
+    """Reads units from files into their places (uint8, on the CPU or on GPUs), by several threads at once.
+
+    What lies on a GPU goes through page-locked staging memory. Raises RunError when the files cannot be read.
+    """
+    reader, units = FileReader(sources, FILL_THREADS), [unit for unit, _ in sources]
+    on_gpu = [number for number, target in enumerate(targets) if target.device.type != "cpu"]
+    staging = staging_buffer([units[number] for number in on_gpu], targets[on_gpu[0]].device) if on_gpu else None
+    for number, target in enumerate(targets):
+        if target.device.type == "cpu":
+            reader.fill(number, target)
+        else:
+            assert staging is not None
+            reader.fill(number, staging)
+            target.copy_(staging[: units[number].num_bytes])
+    reader.close()
 
 
 def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:

@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from distiller.ranks import Ranks
-from distiller.teachers.feeds import FileReader
-from distiller.teachers.filling import staging_buffer
+from distiller.teachers.filling import fill
 from distiller.teachers.gpu_copy import GpuCopy
 from distiller.teachers.host_copy import HostCopy
 from distiller.teachers.places import Part
 from distiller.weight_files import WeightFiles
-
-FILL_THREADS = 4
 
 
 @dataclass(frozen=True)
@@ -62,7 +58,7 @@ class SharedParts:
         host = HostCopy.make(host_sizes, ranks) if host_sizes else None
         gpus = GpuCopy.make(gpu_sizes, ranks) if gpu_sizes else None
         shared = SharedParts(spots, gpus, host)
-        ranks.all_succeed(lambda: shared._fill(parts, files, ranks.device) if ranks.is_local_main else None)
+        ranks.all_succeed(lambda: shared._fill(parts, files) if ranks.is_local_main else None)
         if host is not None and has_gpus and page_lock:
             ranks.all_succeed(host.page_lock)
         return shared
@@ -94,17 +90,8 @@ class SharedParts:
             self._host.close()
         self._gpus = self._host = None
 
-    def _fill(self, parts: Sequence[Part], files: Mapping[str, WeightFiles], device: torch.device) -> None:
-        reader = FileReader([(part.stored, files[part.module_name]) for part in parts], FILL_THREADS)
-        staging = staging_buffer([part.stored for part in parts], device)
-        for number, part in enumerate(parts):
-            piece = self.piece(number)
-            if piece.device.type == "cpu":
-                reader.fill(number, piece)
-            else:
-                assert staging is not None
-                reader.fill(number, staging)
-                piece.copy_(staging[: part.stored.num_bytes])
-        reader.close()
+    def _fill(self, parts: Sequence[Part], files: Mapping[str, WeightFiles]) -> None:
+        sources = [(part.stored, files[part.module_name]) for part in parts]
+        fill(sources, [self.piece(number) for number in range(len(parts))])
         if self._gpus is not None:
             self._gpus.wait()

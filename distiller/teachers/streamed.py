@@ -8,16 +8,13 @@ import torch
 
 from distiller.room import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.feeds import FileReader, GatherFeed, HostFeed, ThreadFeed
-from distiller.teachers.filling import Plan, load_everywhere, plan_modules
+from distiller.teachers.feeds import GatherFeed, HostFeed, ThreadFeed
+from distiller.teachers.filling import Plan, fill, load_everywhere, plan_modules
 from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import ALIGNMENT, REST, Unit, own_buffer_bytes
+from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
 from distiller.teachers.peer_feed import PeerFeed, has_peer_access
 from distiller.teachers.ring import Feed, Slot
-from distiller.weight_files import WeightFiles
-
-FILL_THREADS = 4
 
 
 class StreamedTeacher(Teacher):
@@ -55,7 +52,8 @@ class StreamedTeacher(Teacher):
         for plan in plans:
             self._resident_bytes += load_everywhere(plan, stays[plan.name], setup.ranks) + own_buffer_bytes(plan.module)
         sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
-        setup.ranks.all_succeed(lambda: self._fill(sources) if setup.ranks.is_local_main else None)
+        pieces = [self._host.piece(number) for number in range(len(sources))]
+        setup.ranks.all_succeed(lambda: fill(sources, pieces))
         for plan in plans:
             plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
@@ -73,12 +71,6 @@ class StreamedTeacher(Teacher):
     def close(self) -> None:
         self._passing.close()
         self._host.close()
-
-    def _fill(self, sources: Sequence[tuple[Unit, WeightFiles]]) -> None:
-        reader = FileReader(sources, FILL_THREADS)
-        for number in range(len(sources)):
-            reader.fill(number, self._host.piece(number))
-        reader.close()
 
     def _feed(self, slots: Sequence[Slot]) -> Feed:
         ranks, pieces = self._ranks, self._host.piece

@@ -33,10 +33,7 @@ class SwapTeacher(Teacher):
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
         sizes = [unit.num_bytes for plan in plans for unit in plan.units]
         self._ranks.all_succeed(lambda: _check_room(sum(sizes), self._ranks.local_world_size))
-        alone = Ranks(
-            self._ranks.device, rank=0, world_size=1, local_rank=0, local_world_size=1, everyone=None, node=None
-        )
-        self._host = HostCopy.make(sizes, alone)
+        self._host = HostCopy.make(sizes, self._ranks.alone())
         if setup.options.pin_memory and self._ranks.device.type == "cuda":
             # Before the weights are read: a driver that refuses should do so early.
             self._ranks.all_succeed(self._host.page_lock)

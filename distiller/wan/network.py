@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from diffusers import WanTransformer3DModel
-from torch import nn
+from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
@@ -70,7 +70,7 @@ class WanNetwork(Network):
         for name, rows in self._rows(request):
             inputs = request.inputs
             if len(rows) < len(request.sample_ids):
-                index = torch.tensor(rows, device=inputs["latents"].device)
+                index = _index(rows, inputs["latents"].device)
                 inputs = {key: value.index_select(0, index) for key, value in inputs.items()}
             for wanted in passes:
                 text = inputs["negative_text" if wanted == (UNCONDITIONAL,) else "text"]
@@ -93,14 +93,16 @@ class WanNetwork(Network):
         merged: Outputs = {}
         for name, rows in self._rows(request):
             del name
-            for _ in range(2 if UNCONDITIONAL in request.wanted and len(request.wanted) > 1 else 1):
-                for key, value in next(parts).items():
-                    if len(rows) == len(request.sample_ids):
-                        merged[key] = value
-                        continue
-                    if key not in merged:
-                        merged[key] = value.new_empty(len(request.sample_ids), *value.shape[1:])
-                    merged[key].index_copy_(0, torch.tensor(rows, device=value.device), value)
+            count = 2 if UNCONDITIONAL in request.wanted and len(request.wanted) > 1 else 1
+            of_module = {key: value for _ in range(count) for key, value in next(parts).items()}
+            if len(rows) == len(request.sample_ids):
+                merged |= of_module
+                continue
+            index = _index(rows, next(iter(of_module.values())).device)
+            for key, value in of_module.items():
+                if key not in merged:
+                    merged[key] = value.new_empty(len(request.sample_ids), *value.shape[1:])
+                merged[key].index_copy_(0, index, value)
         return merged
 
     def _rows(self, request: Request) -> list[tuple[str, list[int]]]:
@@ -109,3 +111,9 @@ class WanNetwork(Network):
             return [(self.module_names[0], list(range(len(request.sample_ids))))]
         rows = {name: [i for i, m in enumerate(request.modules) if m == n] for n, name in enumerate(self.module_names)}
         return [(name, places) for name, places in rows.items() if places]
+
+
+def _index(rows: Sequence[int], device: torch.device) -> Tensor:
+    """Rows as int64 on the device. From memory that is not page-locked the copy would wait for all queued work."""
+    index = torch.tensor(rows)
+    return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

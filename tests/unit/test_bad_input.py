@@ -1105,6 +1105,12 @@ class TestRunFolder:
     )
     def test_overrides(self, refuse, run_dir, override, words):
         refuse(["evaluate", "run", override], *words)
+        refuse(["sample", "run", override, "--prompts", "a red cat"], *words)
+        refuse(["sample", "run", "--prompts", "a red cat", "--seed", "1", override], *words)
+
+    def test_an_override_among_the_prompts(self, refuse, run_dir):
+        given = "teacher.placement=streamed"
+        refuse(["sample", "run", "--prompts", "a red cat", given], given, "no prompt", "before --prompts")
 
     def test_the_judge_needs_scikit_learn(self, refuse, run_dir, monkeypatch):
         def fail() -> None:

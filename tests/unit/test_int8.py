@@ -17,6 +17,7 @@ from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
 from distiller.teachers.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
 from distiller.teachers.opening import open_teacher
+from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.quantized import convert_linears, plan_held
 from distiller.wan.network import WanNetwork
 from distiller.wan.pipeline import find_pipeline
@@ -120,6 +121,34 @@ def test_a_weight_takes_half_of_its_bytes_in_bfloat16(pipeline):
     assert held < 0.62 * whole
     islands = network.modules["transformer"].condition_embedder.time_embedder.linear_1.weight
     assert islands.dtype == torch.float32
+
+
+def requests_of_one(count: int = 5) -> list[Request]:
+    inputs = inputs_for(count)
+    return [
+        Request((i,), {k: v[i : i + 1] for k, v in inputs.items()}, ("prediction", "features/1"), (i % 2,))
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("placement", ["replicated", "balanced"])
+def test_its_error_is_that_of_the_whole_teachers_answers(pipeline, placement, capsys):
+    network, asked = WatchedNetwork(pipeline), requests_of_one()
+    whole = open_teacher(network, setup(torch.bfloat16)).predict(asked[:4])
+    options = setup(torch.bfloat16, quantization="int8", placement=placement)
+    teacher = open_teacher(network, options)
+    outputs = teacher.predict(asked[:4])
+    error = measure_error(network, options, teacher, iter(asked))
+    teacher.close()
+    expected = {}
+    for name in ("prediction", "features/1"):
+        ours, theirs = (torch.cat([one[name].double() for one in answered]) for answered in (outputs, whole))
+        expected[name] = float((ours - theirs).norm() / theirs.norm())
+    worst = max(expected, key=lambda name: expected[name])
+    assert error == pytest.approx(expected[worst], rel=1e-4)
+    assert 1e-3 < error < 0.03
+    told = f"its outputs differ from bfloat16's by {error:.1%} ({worst}, the worst of 2; relative, 4 samples)"
+    assert capsys.readouterr().out == f"int8 teacher: {told}\n"
 
 
 def test_without_bitsandbytes_it_says_what_to_install(pipeline, monkeypatch):

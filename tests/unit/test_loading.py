@@ -15,6 +15,7 @@ from diffusers import WanTransformer3DModel
 from distiller.config import Teacher
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
+from distiller.teachers.quantization_error import measure_error
 from distiller.wan.network import PREDICTION, WanNetwork
 from distiller.wan.pipeline import find_pipeline
 from distiller.wan.short_text import install_short_text
@@ -44,6 +45,16 @@ def peak_bytes() -> int:
     raise AssertionError("no VmHWM")
 
 
+def one_request() -> Request:
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "latents": torch.randn(1, 4, 1, 4, 4, generator=generator),
+        "timesteps": torch.tensor([500.0]),
+        "text": torch.cat([torch.randn(1, 3, 16, generator=generator), torch.zeros(1, 2, 16)], dim=1),
+    }
+    return Request((0,), inputs, (PREDICTION,))
+
+
 def report(pipeline: str, dtype: str) -> None:
     """Prints, for each placement, how many copies of the teacher loading it has taken at its peak."""
     network, found = open_network(Path(pipeline)), {}
@@ -55,6 +66,12 @@ def report(pipeline: str, dtype: str) -> None:
         teacher = open_teacher(network, setup(getattr(torch, dtype), placement=placement))
         found[placement] = (peak_bytes() - before) / size
         teacher.close()
+    options = setup(getattr(torch, dtype), quantization="int8")
+    teacher = open_teacher(network, options)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = peak_bytes()
+    measure_error(network, options, teacher, [one_request()])
+    found["an int8 teacher's error"] = (peak_bytes() - before) / size
     print(json.dumps(found))
 
 
@@ -71,6 +88,7 @@ def test_a_teacher_loads_in_little_more_than_its_own_size(pipeline, dtype):
     print(copies)
     assert {name: value for name, value in copies.items() if value > MOST_COPIES} == {}
     assert copies["disk"] < 0.6
+    assert copies["an int8 teacher's error"] < 0.6
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -82,14 +100,10 @@ def test_weights_and_answers_are_those_of_from_pretrained(pipeline, dtype):
     held = {name: parameter.dtype for name, parameter in ours.named_parameters()}
     assert held == {name: parameter.dtype for name, parameter in theirs.named_parameters()}
     install_short_text(theirs, 512)
-    generator = torch.Generator().manual_seed(0)
-    inputs = {
-        "latents": torch.randn(1, 4, 1, 4, 4, generator=generator),
-        "timesteps": torch.tensor([500.0]),
-        "text": torch.cat([torch.randn(1, 3, 16, generator=generator), torch.zeros(1, 2, 16)], dim=1),
-    }
+    request = one_request()
+    inputs = request.inputs
     teacher = open_teacher(network, setup(dtype))
-    answer = teacher.predict([Request((0,), inputs, (PREDICTION,))])[0][PREDICTION]
+    answer = teacher.predict([request])[0][PREDICTION]
     with torch.no_grad():
         expected = theirs(
             inputs["latents"].to(dtype), inputs["timesteps"], inputs["text"].to(dtype), return_dict=False

@@ -48,6 +48,7 @@ def test_a_run_leaves_the_contracts_files(make_recipe, capsys):
     metrics = toys.read_metrics(folder)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
     assert summary["final_loss"] == metrics[-1]["loss"]
+    assert summary["teacher_quantization_error"] is None
     assert (summary["engine"], summary["placement"], summary["world_size"]) == ("single", "replicated", 1)
     student = WanTransformer3DModel.from_pretrained(folder / "student")
     assert summary["student_params"] == sum(p.numel() for p in student.parameters())
@@ -294,9 +295,27 @@ def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
     assert evaluation["num_samples"] == 4
     assert evaluation["velocity_mse_last_step"] > 0
-    commands.sample(folder, ["a red cat", "a bird"], 0, folder / "two.png")
-    with Image.open(folder / "two.png") as picture:
-        assert picture.size[0] > 300
+    pictures = []
+    for overrides in ([], ["sampling.num_inference_steps=1"], ["teacher.placement=cpu"]):
+        commands.sample(folder, overrides, ["a red cat", "a bird"], 0, folder / "two.png")
+        with Image.open(folder / "two.png") as picture:
+            assert picture.size[0] > 300
+            pictures.append(np.asarray(picture))
+    assert np.array_equal(pictures[0], pictures[2])
+    assert not np.array_equal(pictures[0], pictures[1])
+
+
+def test_the_error_of_an_int8_teacher_is_on_record(make_recipe, capsys, fresh):
+    """Also where the teacher answers in a rollout alone."""
+    for task in ({}, {"targets": "stored"}):
+        recipe = make_recipe(teacher={"quantization": "int8"}, task=task, train={"max_steps": 1})
+        folder = run(recipe)
+        error = json.loads((folder / "summary.json").read_text())["teacher_quantization_error"]
+        assert 1e-4 < error < 0.05
+        line = f"int8 teacher: its outputs differ from float32's by {error:.1%} (relative, 2 samples)\n"
+        assert capsys.readouterr().out.count(line) == 1
+        shutil.rmtree(folder)
+        fresh()
 
 
 def test_a_dry_run_leaves_nothing(make_recipe, capsys):
