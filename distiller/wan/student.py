@@ -127,10 +127,8 @@ class DistilledStudent(nn.Module):
         blocks = [(str(number), self.model.blocks[number]) for number in self.feature_blocks]
         with capture_outputs(blocks) as captured:
             prediction = self.model(latents, timesteps, text, return_dict=False)[0]
-        features = [
-            projection(captured[str(number)])
-            for number, projection in zip(self.feature_blocks, self.projections, strict=True)
-        ]
+        # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
+        features = [self.projections[i](captured[str(number)]) for i, number in enumerate(self.feature_blocks)]
         # The transformer's last act is a view, and FSDP2 warns of those: it hooks on to what a module returns.
         return prediction.clone(), features
 
