@@ -7,6 +7,7 @@ compute wrong numbers with others (flat parameters, inputs in bfloat16), so they
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,8 +81,8 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
     if found.strategy == "NO_SHARD" or is_alone:
         if found.offloads:
             raise UserError(
-                "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, or one process), so nothing would "
-                "be offloaded; use fsdp_version: 2, or remove it"
+                "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, or one process), so nothing "
+                "would be offloaded; use fsdp_version: 2, or remove it"
             )
         why = "one process has nobody to share with" if is_alone else "NO_SHARD is what DDP does, which runs instead"
         notices.append(f"FSDP1 is not used: {why}")
@@ -263,6 +264,8 @@ def fsdp_plugin(
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
     low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
+        # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         mixed = MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False)
         # Without a GPU there is no page-locked memory either, and torch asks for it by default.
         offload: Any = CPUOffloadPolicy(pin_memory=False) if fsdp.offloads and on_cpu else fsdp.offloads

@@ -131,8 +131,7 @@ class DistilledStudent(nn.Module):
             projection(captured[str(number)])
             for number, projection in zip(self.feature_blocks, self.projections, strict=True)
         ]
-        # The transformer's last act is a view, and FSDP2 warns of those: it hooks on to what a module returns.
-        return prediction.clone(), features
+        return prediction, features
 
 
 def _read_config(student: Student) -> dict[str, Any]:
