@@ -13,7 +13,10 @@ from accelerate.tracking import get_available_trackers
 from accelerate.utils import broadcast_object_list
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint import Checkpoints, Identity
+from distiller.average import MovingAverage
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.resuming import verify
+from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import teacher_dtype
@@ -22,9 +25,10 @@ from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_fsdp import FsdpLaunch, wrapped_classes
 from distiller.optim import build_optimizer
-from distiller.output import claim_output_dir
+from distiller.output import check_shared, claim_output_dir
 from distiller.process import world_size
 from distiller.ranks import Ranks
+from distiller.student_state.opening import open_state
 from distiller.tasks import TASKS
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
@@ -33,7 +37,6 @@ from distiller.teachers.opening import decide
 from distiller.teachers.rules import check_placement
 from distiller.tracking import Tracker
 from distiller.trainer import Run
-from distiller.weights import MovingAverage
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     num_trained = task.num_trained_parameters()
     student_bytes = state_bytes(num_trained, world.engine, recipe, accelerator.num_processes, world.fsdp)
     under_deepspeed = world.engine.startswith("deepspeed")
-    setup = Setup(dtype, recipe.teacher, Ranks.join(accelerator.device), under_deepspeed, student_bytes)
+    ranks = Ranks.join(accelerator.device)
+    setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, student_bytes)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)
     identity = Identity(
@@ -81,6 +85,10 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     claim = agree(accelerator, lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         return Finished(accelerator, last_step)
+    run_dir, done = Path(recipe.output_dir), claim.steps_done
+    check_shared(run_dir, ranks)
+    if done:
+        verify(run_dir, done, ranks)
     _announce(world.notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
@@ -103,11 +111,14 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
-    average = None if decay is None else MovingAverage(accelerator, student, decay)
-    checkpoints = Checkpoints(Path(recipe.output_dir), accelerator, recipe.checkpoint.keep, identity)
-    done = claim.steps_done
-    if done:
-        checkpoints.load(done, student, optimizer, average)
+    state = open_state(world.engine, accelerator, student, optimizer)
+    average = None if decay is None else MovingAverage(state, decay)
+    checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
+    if ranks.is_main:
+        checkpoints.remove_stale()
+    skipped_steps = checkpoints.load(done) if done else 0
+    if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
+        checkpoints.reserve()
     loader = DataLoader(
         data,
         batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),
@@ -137,7 +148,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         tracker=tracker,
         first_step=done + 1,
         last_step=last_step,
-        skipped_steps=claim.skipped_steps,
+        skipped_steps=skipped_steps,
         stages_s=stages_s,
     )
 

@@ -97,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png")
     sample.set_defaults(run=_sample)
 
+    export = commands.add_parser("export", help="write the student of any checkpoint in its library's format")
+    export.add_argument(
+        "checkpoint", type=Path, metavar="CHECKPOINT", help="RUN/checkpoints/step-N, or RUN: its newest"
+    )
+    export.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder; default: RUN/student-step-N")
+    export.set_defaults(run=_export)
+
     recipes = commands.add_parser("recipes", help="list the packaged recipes, or print one")
     recipes.add_argument("name", nargs="?", help="print this recipe")
     recipes.set_defaults(run=_recipes)
@@ -133,6 +140,12 @@ def _sample(options: argparse.Namespace) -> None:
     from distiller import commands
 
     commands.sample(options.run_dir, options.prompts, options.seed, options.output)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from distiller import commands
+
+    commands.export(options.checkpoint, options.output)
 
 
 def _recipes(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import QualityGateError, UserError
+from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.launch import check_precision, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_fsdp import fsdp_of_file, wrapped_classes
@@ -27,7 +28,6 @@ from distiller.recipe_file import load
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
-from distiller.weights import gather_weights
 
 DRY_RUN_STEPS = 3
 
@@ -50,7 +50,7 @@ def train(recipe: Recipe, resume: bool) -> None:
         # The loop had ended, and what follows it was cut short.
         metrics = agree(run.accelerator, lambda: last_metrics(run_dir))
         outcome = Outcome(metrics, metrics["perf/samples_per_s"])
-    _export(run)
+    export_run(run)
     run.task.write_samples(run_dir, run.teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
@@ -149,26 +149,25 @@ def sample(run_dir: Path, prompts: list[str], seed: int, output: Path | None) ->
     print(target)
 
 
+def export(checkpoint: Path, output: Path | None) -> None:
+    """Writes the student of a checkpoint, by its run's recipe."""
+    folder = find_checkpoint(checkpoint)
+    run_dir = folder.resolve().parent.parent
+    target = output or run_dir / f"student-{folder.name}"
+    if os.path.lexists(target):
+        raise UserError(f"--output {target}: is already there; give a folder that is not")
+    if not os.path.isdir(target.parent):
+        raise UserError(f"--output {target}: {target.parent} is not a folder")
+    export_checkpoint(build_task(_recipe_of(run_dir, [])), folder, target)
+    print(target)
+
+
 def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
     if not os.path.isfile(run_dir / RECIPE_FILE):
         raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
     recipe = load(str(run_dir / RECIPE_FILE), overrides)
     set_tf32(recipe.train.tf32)
     return recipe
-
-
-def _export(run: Run) -> None:
-    state = gather_weights(run.accelerator, run.student)
-    if run.accelerator.is_main_process:
-        if run.average is not None:
-            state = {name: value.cpu() for name, value in run.average.state.items()}
-        target = Path(run.recipe.output_dir) / "student"
-        partial = target.with_name(".student.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        run.task.export(state, partial)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    run.accelerator.wait_for_everyone()
 
 
 def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:

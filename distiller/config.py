@@ -185,6 +185,9 @@ class Checkpoint(Section):
     """When the run can be continued from."""
 
     every_steps: Positive | None = Field(None, description="updates; None = only at the end")
+    every_minutes: PositiveFloat | None = Field(
+        None, description="since the last one, beside every_steps; rank 0's clock, read at logged steps"
+    )
     at_end: Switch = Field(True, description="after the last update, so that --resume can train longer")
     keep: Positive = Field(2, description="newest checkpoints that are kept")
 

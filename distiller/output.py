@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import time
+import uuid
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distiller.checkpoint import Identity, latest_step, read_progress
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.config import Recipe
 from distiller.errors import UserError
 from distiller.plain_yaml import parse_yaml
+from distiller.ranks import Ranks
 from distiller.recipe_file import dump
 
+_PATIENCE_S = 30
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
-# Where the teacher lives changes no number, and after an out-of-memory it is what a user wants to change.
+# Where the teacher lives and how an update is split change no number, and after an out-of-memory, or on fewer GPUs,
+# that is what a user wants to change. The number of samples of an update is compared with the checkpoint's.
 MAY_CHANGE_ON_RESUME = (
-    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers"),
+    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers", "train.batch_size"),
+    *("train.gradient_accumulation_steps", "train.samples_per_update", "train.gradient_checkpointing"),
     *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
     *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
     *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads"),
@@ -31,7 +38,6 @@ class Claim:
     """What the folder already holds. Finished means that the summary, the last thing a run writes, is there."""
 
     steps_done: int
-    skipped_steps: int
     is_finished: bool
 
 
@@ -46,7 +52,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
     held = folder / RECIPE_FILE
     summary = folder / SUMMARY_FILE
-    done = skipped_steps = 0
+    done = 0
     for name in ("checkpoints", "student"):
         if os.path.lexists(folder / name) and not os.path.lexists(held):
             raise UserError(
@@ -61,7 +67,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
             )
         _check_same_recipe(_held_recipe(held), recipe)
         if _steps_of(summary) == last_step:
-            return Claim(last_step, 0, is_finished=True)
+            return Claim(last_step, is_finished=True)
         done = latest_step(folder)
         if done > last_step:
             raise UserError(
@@ -69,7 +75,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
                 "train.max_steps or train.num_epochs"
             )
         if done:
-            skipped_steps = read_progress(folder, done, identity)
+            check_resumable(folder, done, identity)
     if recipe.cache_dir is not None:
         try:
             Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
@@ -82,7 +88,35 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         temporary.replace(held)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, skipped_steps, is_finished=False)
+    return Claim(done, is_finished=False)
+
+
+def check_shared(folder: Path, ranks: Ranks) -> None:
+    """Every rank sees what rank 0 writes into the folder, or UserError on all of them. Communicates."""
+    token = folder / ranks.from_main(lambda: _make_token(folder))
+    unseen = [rank for rank, sees in enumerate(ranks.gather(_appears(token))) if not sees]
+    if ranks.is_main:
+        token.unlink(missing_ok=True)
+    if unseen:
+        raise UserError(
+            f"output_dir: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie on "
+            "a file system that all of them share: choose one with output_dir=..."
+        )
+
+
+def _make_token(folder: Path) -> str:
+    name = f".{uuid.uuid4().hex}.token"
+    (folder / name).touch()
+    return name
+
+
+def _appears(file: Path) -> bool:
+    """Other machines may see a new entry of a network file system late."""
+    for _ in range(_PATIENCE_S):
+        if file.exists():
+            return True
+        time.sleep(1)
+    return False
 
 
 def _steps_of(summary: Path) -> int:

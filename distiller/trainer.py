@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint import Checkpoints
+from distiller.average import MovingAverage
+from distiller.checkpoint.saving import Checkpoints
+from distiller.checkpoint.schedule import is_due
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.errors import AgreedError
@@ -23,7 +26,6 @@ from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Teacher
 from distiller.timing import StepTimer
 from distiller.tracking import GIB, Tracker, peak_flops
-from distiller.weights import MovingAverage
 
 
 @dataclass
@@ -68,6 +70,7 @@ def train(run: Run) -> Outcome:
         # The peak is the loop's own: text encoder and rollout are gone by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     skipped_steps, num_bad = run.skipped_steps, torch.zeros((), device=accelerator.device)
+    saved_at = time.monotonic()
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -91,14 +94,15 @@ def train(run: Run) -> Outcome:
             run.optimizer.step()
             run.optimizer.zero_grad()
             if run.average is not None:
-                run.average.update(run.student)
+                run.average.update()
         skipped_steps += _was_skipped(run, scale)
         num_bad += _is_bad(run, losses, gradient_norm)
 
         timer.end_step()
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
-        is_saved = _is_checkpoint_step(run, step)
+        elapsed_s = _agreed_elapsed_s(run, saved_at) if is_logged else 0.0
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s)
         if is_logged:
             metrics = {
                 "step": step,
@@ -115,9 +119,11 @@ def train(run: Run) -> Outcome:
         if is_logged or is_saved:
             _check_health(run, step, num_bad)
         if is_saved:
-            run.checkpoints.save(step, run.student, run.optimizer, run.average, skipped_steps)
+            run.checkpoints.save(step, skipped_steps, wait=step == run.last_step)
+            saved_at = time.monotonic()
         if is_logged:
             timer.restart()
+    run.checkpoints.finish()
     return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
 
 
@@ -248,8 +254,9 @@ def _loss_scale(run: Run) -> float | None:
     return None
 
 
-def _is_checkpoint_step(run: Run, step: int) -> bool:
-    checkpoint = run.recipe.checkpoint
-    if step == run.last_step:
-        return checkpoint.at_end
-    return checkpoint.every_steps is not None and step % checkpoint.every_steps == 0
+def _agreed_elapsed_s(run: Run, since: float) -> float:
+    """Rank 0's time since the last save, where anybody asks for it; the others' clocks do not count. Communicates."""
+    if run.recipe.checkpoint.every_minutes is None:
+        return 0.0
+    own = time.monotonic() - since if run.accelerator.is_main_process else 0.0
+    return float(run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum"))  # type: ignore[arg-type]

@@ -58,7 +58,7 @@ class WeightFiles:
         """Raises UserError for a file that is not complete safetensors."""
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
-            found = _read_header(file)
+            found = read_header(file)
             if twice := sorted(self.tensors.keys() & found.keys()):
                 raise UserError(f"{file}: holds {twice[0]}, and so does another file of the same model; remove one")
             self.tensors |= found
@@ -72,13 +72,13 @@ class WeightFiles:
         stored, flat = self.tensors[name], target.view(-1)
         descriptor, width = self._descriptors[stored.file], stored.dtype.itemsize
         if stored.dtype == target.dtype:
-            _read_bytes(descriptor, flat.view(torch.uint8), stored.start, stored.file)
+            read_bytes(descriptor, flat.view(torch.uint8), stored.start, stored.file)
             return
         step = _CHUNK_BYTES // width
         piece = torch.empty(min(step, flat.numel()), dtype=stored.dtype)
         for first in range(0, flat.numel(), step):
             part = piece[: min(step, flat.numel() - first)]
-            _read_bytes(descriptor, part.view(torch.uint8), stored.start + first * width, stored.file)
+            read_bytes(descriptor, part.view(torch.uint8), stored.start + first * width, stored.file)
             flat[first : first + len(part)].copy_(part)
 
     def close(self) -> None:
@@ -88,7 +88,8 @@ class WeightFiles:
         self._descriptors.clear()
 
 
-def _read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None:
+def read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None:
+    """Fills a 1-D uint8 CPU tensor from an open file; OSError where the file ends before."""
     view = memoryview(target.numpy())
     while view:
         count = os.preadv(descriptor, [view], offset)
@@ -97,7 +98,8 @@ def _read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> Non
         view, offset = view[count:], offset + count
 
 
-def _read_header(file: Path) -> dict[str, StoredTensor]:
+def read_header(file: Path) -> dict[str, StoredTensor]:
+    """Where each tensor of a safetensors file lies. UserError for a file that is not complete."""
     try:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

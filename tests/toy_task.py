@@ -12,11 +12,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from distiller import draws
-from distiller.checkpoint import Checkpoints, Identity
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.optim import build_optimizer
+from distiller.ranks import Ranks
 from distiller.recipe_file import parse
+from distiller.student_state.opening import open_state
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
 from distiller.tracking import Tracker
@@ -177,10 +180,12 @@ def build_toy_run(
     trained = task.build_student()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     last_step = recipe.train.max_steps or 1
+    engine = "single" if accelerator.num_processes == 1 else "ddp"
+    ranks, state = Ranks.join(accelerator.device), open_state(engine, accelerator, student, optimizer)
     return Run(
         recipe=recipe,
         accelerator=accelerator,
-        engine="single" if accelerator.num_processes == 1 else "ddp",
+        engine=engine,
         mixed_precision="no",
         plan=plan,
         task=task,
@@ -196,7 +201,9 @@ def build_toy_run(
             batch_sampler=RankSampler(plan, accelerator.process_index, 0, last_step),
             collate_fn=task.collate,
         ),
-        checkpoints=Checkpoints(Path(recipe.output_dir), accelerator, 1, Identity("single", 1, 8, 16, "toy")),
+        checkpoints=Checkpoints(
+            Path(recipe.output_dir), ranks, 1, Identity(engine, ranks.world_size, 8, 16, "toy"), state, None
+        ),
         tracker=Tracker(recipe, accelerator, 1, last_step),
         first_step=1,
         last_step=last_step,

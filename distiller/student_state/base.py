@@ -28,11 +28,15 @@ class Piece:
 
     float32 for parameters and moments, under any training precision (the master weights); its own dtype for a buffer.
     It may be a view of the engine's live memory: read it, or copy it, before the next update.
+
+    Attributes:
+        is_lasting: the memory stays where it is while the engine lives, so that several pieces can be read at once.
     """
 
     name: str
     start: int
     values: Tensor
+    is_lasting: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,8 @@ class StudentState(ABC):
     def pieces(self, kind: Kind) -> Iterator[Piece]:
         """This rank's share of one kind; none of the moments before the first update, or where nothing is trained.
 
-        Every rank iterates to the end. A piece's values are only valid until the next piece is asked for. The share is
-        the same at every call: same names, starts and sizes, in the same order.
+        Every rank iterates to the end. Unless a piece is lasting, its values are only valid until the next one is asked
+        for. The share is the same at every call: same names, starts and sizes, in the same order.
         """
 
     @abstractmethod

@@ -24,8 +24,7 @@ from distiller.launch import engine_name
 from distiller.launch_fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
 from distiller.optim import build_optimizer, set_learning_rate
 from distiller.student_state.base import KINDS, Counters, Kind, StudentState
-from distiller.student_state.fsdp1 import Fsdp1State
-from distiller.student_state.fsdp2 import Fsdp2State
+from distiller.student_state.opening import open_state
 from distiller.wan.student import DistilledStudent
 from tests import toys
 from tests.distributed.ranks import on_ranks
@@ -81,8 +80,7 @@ class Trained:
         self.student, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.engine = engine_name(self.accelerator)
         if settings is not None:
-            make = Fsdp1State if self.engine == "fsdp1" else Fsdp2State
-            self.state: StudentState = make(self.accelerator, self.student, self.optimizer)
+            self.state: StudentState = open_state(self.engine, self.accelerator, self.student, self.optimizer)
 
     def train(self, steps: range) -> list[float]:
         """Mean losses of updates of 8 samples, whatever the number of ranks; clipped."""

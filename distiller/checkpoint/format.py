@@ -1,0 +1,122 @@
+"""The names and the JSON of a checkpoint's folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from distiller.student_state.base import Counters
+
+StoredKind = Literal["weights", "exp_avg", "exp_avg_sq", "average"]
+
+FORMAT = "pieces-1"
+PROGRESS_FILE, LATEST_FILE = "progress.json", "latest"
+OLDER_NAMES = ("model.safetensors", "optimizer.pt", "engine", "average.safetensors", "scaler.json")
+"""What checkpoints held before there were pieces; `optimizer.pt` and the files in `engine` are pickles."""
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What decides which samples an update has (compared on resume), and where the pieces were cut (said)."""
+
+    engine: str
+    world_size: int
+    samples_per_update: int
+    num_samples: int
+    data_digest: str
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A complete file: its size, and the SHA-256 of its content in hexadecimal."""
+
+    num_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The content of progress.json; `shapes` are whole ones, in the module's order."""
+
+    step: int
+    skipped_steps: int
+    counters: Counters
+    identity: Identity
+    shapes: Mapping[str, tuple[int, ...]]
+    files: Mapping[str, StoredFile]
+
+
+def dump_progress(progress: Progress) -> str:
+    """As JSON, with a digest of its own: a flipped bit in here is found like one in the tensors."""
+    content = {"format": FORMAT, **asdict(progress)}
+    return json.dumps({**content, "sha256": _digest_of(content)}, indent=1) + "\n"
+
+
+def parse_progress(text: str) -> Progress:
+    """ValueError with the reason where the text is not what `dump_progress` wrote."""
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise ValueError(f"its format is not {FORMAT}")
+    digest = content.pop("sha256", None)
+    if digest != _digest_of(content):
+        raise ValueError("its content does not have the digest that it states")
+    return Progress(
+        step=content["step"],
+        skipped_steps=content["skipped_steps"],
+        counters=Counters(**content["counters"]),
+        identity=Identity(**content["identity"]),
+        shapes={name: tuple(shape) for name, shape in content["shapes"].items()},
+        files={name: StoredFile(**file) for name, file in content["files"].items()},
+    )
+
+
+def rank_file(rank: int, world_size: int) -> str:
+    """The name of one rank's file."""
+    return f"rank-{rank:05}-of-{world_size:05}.safetensors"
+
+
+def piece_key(kind: StoredKind, name: str, start: int) -> str:
+    """The key of a piece in its file."""
+    return f"{kind}/{name}:{start}"
+
+
+def split_key(key: str) -> tuple[str, str, int]:
+    """(kind, name, start) of a key."""
+    kind, _, rest = key.partition("/")
+    name, _, start = rest.rpartition(":")
+    return kind, name, int(start)
+
+
+def steps_in(folder: Path) -> list[int]:
+    """The steps of a `checkpoints` folder, ascending: a folder step-N was complete when it got its name."""
+    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
+    return sorted(int(match[1]) for match in names if match)
+
+
+def write_durably(file: Path, text: str) -> None:
+    """Replaces a small file; it is on the disk when this returns, but for its folder's entry."""
+    temporary = file.with_name(f".{file.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    temporary.replace(file)
+
+
+def sync_folder(folder: Path) -> None:
+    """Brings a folder's entries to the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _digest_of(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""Any run of any tensor out of a checkpoint's files, whoever wrote them; and whether the files are what was written."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distiller.checkpoint.format import PROGRESS_FILE, Progress, StoredKind, parse_progress, split_key
+from distiller.errors import UserError
+from distiller.weight_files import StoredTensor, read_bytes, read_header
+
+_BLOCK_BYTES = 16 * 2**20
+
+
+class CheckpointReader:
+    """Reads headers when it is made, and bytes when they are asked for: no more of them than the run has."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError for what is not a whole checkpoint; digests are `find_damage`'s business."""
+        self.progress = read_progress_file(folder)
+        self._runs: dict[tuple[str, str], list[tuple[int, StoredTensor]]] = {}
+        self._descriptors: dict[Path, int] = {}
+        for name in self.progress.files:
+            for key, stored in read_header(folder / name).items():
+                kind, tensor, start = split_key(key)
+                self._runs.setdefault((kind, tensor), []).append((start, stored))
+        for (kind, name), runs in self._runs.items():
+            runs.sort(key=lambda run: run[0])
+            ends = [start + stored.shape[0] for start, stored in runs]
+            whole = math.prod(self.progress.shapes[name])
+            if [0, *ends] != [*(start for start, _ in runs), whole]:
+                raise UserError(f"{folder}: {kind} of {name} do not cover its {whole} elements once; remove the folder")
+        self._descriptors = {folder / name: os.open(folder / name, os.O_RDONLY) for name in self.progress.files}
+
+    @property
+    def exported_kind(self) -> StoredKind:
+        """What a student is made of: the moving average where there is one."""
+        return "average" if any(kind == "average" for kind, _ in self._runs) else "weights"
+
+    def read(self, kind: StoredKind, name: str, start: int, count: int) -> Tensor:
+        """Elements `start` to `start + count` as a new 1-D CPU tensor in the stored dtype. KeyError, OSError."""
+        runs = self._runs[kind, name]
+        target = torch.empty(count, dtype=runs[0][1].dtype)
+        position = bisect.bisect_right(runs, start, key=lambda run: run[0]) - 1
+        done = 0
+        while done < count:
+            first, stored = runs[position]
+            skip = start + done - first
+            part = target[done : done + min(count - done, stored.shape[0] - skip)]
+            offset = stored.start + skip * stored.dtype.itemsize
+            read_bytes(self._descriptors[stored.file], part.view(torch.uint8), offset, stored.file)
+            done, position = done + len(part), position + 1
+        return target
+
+    def whole(self, kind: StoredKind) -> Iterable[tuple[str, Tensor]]:
+        """(name, whole tensor) of one kind, one by one, in the module's order."""
+        for name, shape in self.progress.shapes.items():
+            yield name, self.read(kind, name, 0, math.prod(shape)).view(shape)
+
+    def close(self) -> None:
+        """Closes the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def read_progress_file(folder: Path) -> Progress:
+    """The folder's progress.json. UserError, with the file and the reason, where it is damaged or missing."""
+    file = folder / PROGRESS_FILE
+    try:
+        return parse_progress(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is damaged ({error})") from error
+
+
+def find_damage(folder: Path, progress: Progress, share: int, num_shares: int) -> str | None:
+    """What is wrong with the first wrong file among each `num_shares`-th from `share` on; None if nothing is.
+
+    Reads the files to their ends.
+    """
+    for name in sorted(progress.files)[share::num_shares]:
+        file, wanted = folder / name, progress.files[name]
+        try:
+            size = os.path.getsize(file)
+            if size != wanted.num_bytes:
+                return f"{file} is damaged (it has {size} bytes and had {wanted.num_bytes})"
+            if _sha256(file) != wanted.sha256:
+                return f"{file} is damaged (its content is not what was written)"
+        except OSError as error:
+            return f"{file} is damaged ({error.strerror})"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    digest, block = hashlib.sha256(), memoryview(bytearray(_BLOCK_BYTES))
+    with file.open("rb", buffering=0) as stream:
+        while count := stream.readinto(block):
+            digest.update(block[:count])
+    return digest.hexdigest()

@@ -1,0 +1,68 @@
+"""The trained student out of a checkpoint's pieces, in its library's own format."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from distiller.checkpoint.format import OLDER_NAMES, PROGRESS_FILE, steps_in
+from distiller.checkpoint.reading import CheckpointReader, find_damage
+from distiller.checkpoint.resuming import refuse_older
+from distiller.checkpoint.saving import EXPORT_FOLDER
+from distiller.errors import UserError
+from distiller.tasks.base import Task
+from distiller.trainer import Run
+
+
+def export_run(run: Run) -> None:
+    """Writes `student/` from the pieces of all ranks. Every rank calls it, after the last save. Communicates.
+
+    They go through files, the final checkpoint's where there is one: no rank ever holds more than the whole weights.
+    """
+    folder = run.checkpoints.pieces_of_result(run.last_step)
+    if run.accelerator.is_main_process:
+        target = Path(run.recipe.output_dir) / "student"
+        partial = _write(run.task, folder, target)
+        shutil.rmtree(target, ignore_errors=True)
+        partial.rename(target)
+        if folder.name == EXPORT_FOLDER:
+            shutil.rmtree(folder)
+    run.accelerator.wait_for_everyone()
+
+
+def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:
+    """Writes the student of any checkpoint to a new folder. One process; needs neither GPU nor engine.
+
+    Raises:
+        UserError: it is damaged or of an older version.
+    """
+    refuse_older(folder)
+    reader = CheckpointReader(folder)
+    reader.close()
+    damage = find_damage(folder, reader.progress, 0, 1)
+    if damage is not None:
+        raise UserError(f"{damage}; export another checkpoint of that run")
+    try:
+        _write(task, folder, target).rename(target)
+    except OSError as error:
+        raise UserError(f"--output {target}: cannot be written ({error.strerror}); give another folder") from error
+
+
+def find_checkpoint(given: Path) -> Path:
+    """The checkpoint that a path means: itself, or a run's newest. UserError where there is none."""
+    if any((given / name).exists() for name in (PROGRESS_FILE, *OLDER_NAMES)):
+        return given
+    steps = steps_in(given / "checkpoints")
+    if not steps:
+        raise UserError(f"{given}: is neither a checkpoint (checkpoints/step-N) nor the folder of a run that has one")
+    return given / "checkpoints" / f"step-{steps[-1]}"
+
+
+def _write(task: Task[Any, Any], folder: Path, target: Path) -> Path:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    reader = CheckpointReader(folder)
+    task.export(dict(reader.whole(reader.exported_kind)), partial)
+    reader.close()
+    return partial
