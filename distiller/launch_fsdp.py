@@ -106,6 +106,9 @@ def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
     config: Any = load_config_from_file(str(file))
     if config.distributed_type != DistributedType.FSDP:
         return None
+    for key in ("fsdp_config", "parallelism_config"):
+        if not isinstance(getattr(config, key), dict):
+            raise UserError(f"{file}: {key} is {getattr(config, key)!r}, which is not a mapping of keys")
     values = {str(key).removeprefix("fsdp_"): value for key, value in config.fsdp_config.items()}
     values["transformer_cls_to_wrap"] = values.pop("transformer_layer_cls_to_wrap", None)
     if config.parallelism_config:

@@ -1,4 +1,4 @@
-"""A Wan student with projections under every FSDP setting on two ranks: one process's numbers, and a state that resumes.
+"""A Wan student with projections under every FSDP setting on two ranks: one process's numbers, bit for bit resumed.
 
 Two starts of the ranks for all of it: torch and diffusers take longer to import than a student to train.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,7 +232,7 @@ def reference() -> dict[str, Any]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*SETTINGS, *(f"{name}, bf16" for name in LOW)])
 def test_every_setting_equals_one_process_and_resumes_bit_for_bit(done, reference, name):
-    """Measured: losses within 2.4e-7, weights within 1e-6 in float32."""
+    """Measured: losses within 1.2e-7 and weights within 2.4e-6 in float32, losses within 1.1e-3 in bfloat16."""
     low = name.endswith("bf16")
     expected = reference["bf16" if low else "no"]
     for result in (of_rank[name] for of_rank in done):
