@@ -7,6 +7,7 @@ compute wrong numbers with others (flat parameters, inputs in bfloat16), so they
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -105,6 +106,9 @@ def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
     config: Any = load_config_from_file(str(file))
     if config.distributed_type != DistributedType.FSDP:
         return None
+    for key in ("fsdp_config", "parallelism_config"):
+        if not isinstance(getattr(config, key), dict):
+            raise UserError(f"{file}: {key} is {getattr(config, key)!r}, which is not a mapping of keys")
     values = {str(key).removeprefix("fsdp_"): value for key, value in config.fsdp_config.items()}
     values["transformer_cls_to_wrap"] = values.pop("transformer_layer_cls_to_wrap", None)
     if config.parallelism_config:
@@ -263,6 +267,8 @@ def fsdp_plugin(
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
     low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
+        # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.
+        warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
         mixed = MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False)
         # Without a GPU there is no page-locked memory either, and torch asks for it by default.
         offload: Any = CPUOffloadPolicy(pin_memory=False) if fsdp.offloads and on_cpu else fsdp.offloads

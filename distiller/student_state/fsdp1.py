@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
-from distiller.student_state.sharded import MomentsOf, load_moments, read_counters
+from distiller.student_state.sharded import MomentsOf, load_moments, load_scaler, read_counters
 
 
 class Fsdp1State(StudentState):
@@ -51,10 +51,10 @@ class Fsdp1State(StudentState):
         for name, parameter, start in self._runs if self._is_first_replica else ():
             source = parameter.detach() if kind == "weights" else moments.of(parameter)
             if source is not None:
-                yield Piece(name, start, source)
+                yield Piece(name, start, source, is_lasting=True)
         if kind == "weights" and self._accelerator.is_main_process:
             for name, buffer in self._buffers.items():
-                yield Piece(name, 0, buffer.reshape(-1))
+                yield Piece(name, 0, buffer.reshape(-1), is_lasting=True)
 
     def counters(self) -> Counters:
         """See StudentState."""
@@ -74,8 +74,7 @@ class Fsdp1State(StudentState):
                 fill("weights", name, buffer)
             names = {id(parameter): name for name, parameter, _ in self._runs}
             load_moments(self._optimizer, names, fill, counters.updates)
-        if self._accelerator.scaler is not None and counters.loss_scale:
-            self._accelerator.scaler.load_state_dict(counters.loss_scale)
+        load_scaler(self._accelerator.scaler, counters)
 
     def _add(self, path: str, flat: Any) -> dict[str, tuple[int, ...]]:
         """Takes up a unit's parameters, and returns their shapes."""

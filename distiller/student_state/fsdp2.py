@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
-from distiller.student_state.sharded import MomentsOf, load_moments, read_counters
+from distiller.student_state.module import SavedTensors
+from distiller.student_state.sharded import MomentsOf, load_moments, load_scaler, read_counters
 
 
 class Fsdp2State(StudentState):
@@ -19,27 +20,22 @@ class Fsdp2State(StudentState):
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
-        module = accelerator.unwrap_model(student, keep_torch_compile=False)
-        self._tensors = dict(saved_tensors(module))
+        self._saved = SavedTensors(accelerator.unwrap_model(student, keep_torch_compile=False))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """See StudentState."""
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+        return {name: tuple(tensor.shape) for name, tensor in self._saved.tensors.items()}
 
     def pieces(self, kind: Kind) -> Iterator[Piece]:
         """See StudentState; views of the live shards. Does not communicate."""
         moments = MomentsOf(self._optimizer, kind)
-        for name, tensor in self._tensors.items():
-            source = tensor.detach() if kind == "weights" else moments.of(tensor)
-            if source is None:
-                continue
-            if not isinstance(source, DTensor):
-                # A buffer is whole on every rank.
-                if self._accelerator.is_main_process:
-                    yield Piece(name, 0, source.reshape(-1), is_lasting=True)
-            elif _is_first_replica(source) and (values := source.to_local().reshape(-1)).numel():
-                yield Piece(name, _start(source), values, is_lasting=True)
+        for name, parameter in self._saved.parameters.items():
+            source = parameter.detach() if kind == "weights" else moments.of(parameter)
+            if isinstance(source, DTensor) and _is_first_replica(source) and source.to_local().numel():
+                yield Piece(name, _start(source), source.to_local().reshape(-1), is_lasting=True)
+        if kind == "weights" and self._accelerator.is_main_process:
+            yield from self._saved.buffer_pieces()
 
     def counters(self) -> Counters:
         """See StudentState."""
@@ -49,26 +45,17 @@ class Fsdp2State(StudentState):
         """See StudentState. Does not communicate."""
 
         def fill(kind: Kind, name: str, target: Tensor) -> None:
-            local, start = (target.to_local(), _start(target)) if isinstance(target, DTensor) else (target, 0)
-            if local.numel():
-                local.copy_(read(kind, name, start, local.numel()).view(local.shape))
+            assert isinstance(target, DTensor)
+            if (local := target.to_local()).numel():
+                local.copy_(read(kind, name, _start(target), local.numel()).view(local.shape))
 
         with torch.no_grad():
-            for name, tensor in self._tensors.items():
-                fill("weights", name, tensor.detach())
-            names = {id(tensor): name for name, tensor in self._tensors.items()}
+            for name, parameter in self._saved.parameters.items():
+                fill("weights", name, parameter.detach())
+            names = {id(parameter): name for name, parameter in self._saved.parameters.items()}
             load_moments(self._optimizer, names, fill, counters.updates)
-        if self._accelerator.scaler is not None and counters.loss_scale:
-            self._accelerator.scaler.load_state_dict(counters.loss_scale)
-
-
-def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and persistent buffer of a module by its first name, in the module's order."""
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield name, tensor
+        self._saved.load_buffers(read)
+        load_scaler(self._accelerator.scaler, counters)
 
 
 def _axis(tensor: DTensor) -> int:

@@ -53,3 +53,10 @@ def load_moments(
         moments[number] = {"step": torch.tensor(float(updates)), "exp_avg": first, "exp_avg_sq": second}
     # Through the optimizer's own door, which puts each tensor where its kernels want it.
     optimizer.load_state_dict(optimizer.state_dict() | {"state": moments})
+
+
+def load_scaler(scaler: Any, counters: Counters) -> None:
+    """Gives fp16's scaler, if there is one, what was saved of it; a run in another precision saved nothing."""
+    if scaler is not None:
+        held = scaler.state_dict()
+        scaler.load_state_dict(held | {key: value for key, value in counters.loss_scale.items() if key in held})

@@ -129,8 +129,7 @@ class DistilledStudent(nn.Module):
             prediction = self.model(latents, timesteps, text, return_dict=False)[0]
         # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
         features = [self.projections[i](captured[str(number)]) for i, number in enumerate(self.feature_blocks)]
-        # The transformer's last act is a view, and FSDP2 warns of those: it hooks on to what a module returns.
-        return prediction.clone(), features
+        return prediction, features
 
 
 def _read_config(student: Student) -> dict[str, Any]:

@@ -438,9 +438,12 @@ def test_fp16_without_a_gpu(refuse_recipe):
     refuse_recipe({"train.mixed_precision": "fp16"}, "train.mixed_precision is fp16", "GPU", "bf16 or no", modes=modes)
 
 
-def test_fsdp_is_refused_before_anything_is_written(refuse_recipe, monkeypatch):
+def test_what_fsdp_cannot_do_is_refused_before_anything_is_written(refuse_recipe, monkeypatch):
+    for name, value in {"VERSION": "2", "AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}.items():
+        monkeypatch.setenv(f"FSDP_{name}", value)
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    refuse_recipe({}, "FSDP is not supported", "ddp.yaml", modes=([], ["--dry-run"]))
+    monkeypatch.setenv("FSDP_TRANSFORMER_CLS_TO_WRAP", "BertLayer")
+    refuse_recipe({}, "BertLayer", "WanTransformerBlock", modes=([], ["--dry-run"]))
 
 
 class TestPromptFile:
@@ -1003,10 +1006,15 @@ class TestLaunchFile:
         ("text", "words"),
         [
             (LOCAL + "distributed_type: DEEPSPEED\nuse_cpu: true\n", ["use_cpu: true", "drop DeepSpeed", "remove it"]),
-            (LOCAL + "distributed_type: MEGATRON_LM\n", ["MEGATRON_LM is not supported", "MULTI_GPU or DEEPSPEED"]),
-            (LOCAL + "distributed_type: XLA\n", ["XLA is not supported", "MULTI_GPU or DEEPSPEED"]),
-            (LOCAL + "distributed_type: MULTI_XPU\n", ["MULTI_XPU is not supported", "MULTI_GPU or DEEPSPEED"]),
-            (LOCAL + "distributed_type: FSDP\n", ["FSDP is not supported", "MULTI_GPU or DEEPSPEED"]),
+            (
+                LOCAL + "distributed_type: MEGATRON_LM\n",
+                ["MEGATRON_LM is not supported", "MULTI_GPU, DEEPSPEED or FSDP"],
+            ),
+            (LOCAL + "distributed_type: XLA\n", ["XLA is not supported", "MULTI_GPU, DEEPSPEED or FSDP"]),
+            (LOCAL + "distributed_type: MULTI_XPU\n", ["MULTI_XPU is not supported", "MULTI_GPU, DEEPSPEED or FSDP"]),
+            (LOCAL + "distributed_type: FSDP\nuse_cpu: true\n", ["use_cpu: true", "drop FSDP", "remove it"]),
+            (LOCAL + "distributed_type: FSDP\nfsdp_config:\n  fsdp_version: 3\n", ["fsdp_version is 3", "1 or 2"]),
+            (LOCAL + "distributed_type: FSDP\nfsdp_config: 5\n", ["fsdp_config is 5", "mapping"]),
             (LOCAL + "distributed_type: NONSENSE\n", ["'NONSENSE'", "accelerate config"]),
             (LOCAL + "distributed_type: 'NO'\n", ["NO starts one process", "num_processes is 2", "MULTI_GPU"]),
             (LOCAL + "distributed_type: NO\n", ["NO starts one process", "num_processes is 2", "MULTI_GPU"]),
