@@ -258,7 +258,7 @@ def test_what_follows_the_loop_is_done_on_resume_if_it_was_cut_short(make_recipe
 
 def test_a_run_is_not_continued_with_other_data_or_another_global_batch(make_recipe, fresh):
     recipe = make_recipe(train={"max_steps": 2, "batch_size": 8})
-    folder = run(recipe)
+    run(recipe)
     longer = {"max_steps": 4, "batch_size": 8}
     fresh()
     other = longer | {"batch_size": 16}
