@@ -10,7 +10,7 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
-    ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock"],
+    ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
     ["stopping"],
     ["teacher_config"],
     ["config"],
