@@ -53,7 +53,8 @@ def step_unless(optimizer: AcceleratedOptimizer, is_skipped: Tensor) -> None:
     """
     if optimizer.param_groups[0]["fused"]:
         # What torch's GradScaler hands over: kernels return early, and the count of steps is put back.
-        optimizer.optimizer.found_inf = is_skipped
+        # Blocking, if the engine keeps its weights in host memory: the kernel there would read it before it arrives.
+        optimizer.optimizer.found_inf = is_skipped.to(optimizer.param_groups[0]["params"][0].device)
         optimizer.step()
     elif not is_skipped.item():
         optimizer.step()

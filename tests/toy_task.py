@@ -171,14 +171,18 @@ def toy_recipe(folder: Path, **train: Any) -> Recipe:
 
 
 def build_toy_run(
-    recipe: Recipe, accumulation_steps: int = 1, task: ToyTask | None = None, teacher: Teacher | None = None
+    recipe: Recipe,
+    accumulation_steps: int = 1,
+    task: ToyTask | None = None,
+    teacher: Teacher | None = None,
+    cpu: bool = True,
 ) -> Run:
     """A run over TokenTask, or another task with its teacher, in whatever world there is."""
     Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
     )
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=plugin)
+    accelerator = Accelerator(cpu=cpu, gradient_accumulation_plugin=plugin)
     task, batch_size = task or TokenTask(), recipe.train.batch_size
     plan = UpdatePlan(16, batch_size, accumulation_steps, accelerator.num_processes, recipe.seed)
     trained = task.build_student()

@@ -92,7 +92,7 @@ class Running:
     @property
     def lines(self) -> list[str]:
         """What `distiller` itself complained about."""
-        return [line for line in self.output.splitlines() if line.startswith("distiller")]
+        return [line for line in self.output.splitlines() if line.startswith(("distiller:", "distiller, "))]
 
     def rank(self, number: int) -> int:
         """The process id of a rank of an `accelerate launch`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,10 +20,8 @@ pytestmark = pytest.mark.slow
 NUM_SAMPLES, SEED = 24, 3
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("bad")
-    pipeline = toys.make_pipeline(folder / "pipeline")
+def make_toy(folder: Path, sections: dict[str, Any]) -> Path:
+    """Latents of which one is not finite, and recipe.yaml to train on them; healthy.yaml takes the first eight."""
     latents = draws.noise(1, 0, 0, (NUM_SAMPLES, 4, 1, 4, 4))
     # Not in the first update, whose targets are checked, nor among the drawn samples.
     spoilt = next(i for i in draws.sample_order(SEED, 0, NUM_SAMPLES)[8:] if i >= 10)
@@ -33,9 +32,18 @@ def toy(tmp_path_factory) -> Path:
     (folder / "spoilt").write_text(str(spoilt))
     data = {"kind": "latents", "path": str(folder / "latents")}
     train = {"max_steps": 6, "batch_size": 8, "log_every": 1, "ema_decay": 0.9}
-    recipe = toys.recipe(folder, pipeline, data=data, train=train, cache_dir=str(folder / "cache"))
+    pipeline = Path(sections["teacher"]["path"])
+    recipe = toys.recipe(folder, pipeline, data=data, train=train, cache_dir=str(folder / "cache"), **sections)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    recipe["data"]["max_samples"] = 8
+    (folder / "healthy.yaml").write_text(yaml.safe_dump(recipe))
     return folder
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("bad")
+    return make_toy(folder, {"teacher": {"path": str(toys.make_pipeline(folder / "pipeline"))}})
 
 
 def train(toy: Path, name: str, output_dir: Path, *overrides: str) -> Result:
