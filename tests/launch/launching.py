@@ -125,7 +125,11 @@ class Running:
         """Until every process of the launch has ended; the launcher's exit code."""
         self._look()
         limit = time.monotonic() + timeout_s
-        self._process.wait(timeout_s)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.output}") from None
         _, alive = psutil.wait_procs(self._seen.values(), max(0.1, limit - time.monotonic()))
         alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         if alive:

@@ -50,10 +50,11 @@ def _ip(*arguments: str) -> bool:
         return False
 
 
-def begin_on_both(
+@contextmanager
+def begun_on_both(
     where: Network, config_file: Path, num_processes: int, run_dir: Path, *arguments: str, folders: Sequence[Path] = ()
-) -> list[Running]:
-    """The same `accelerate launch` on both machines, left running.
+) -> Iterator[list[Running]]:
+    """The same `accelerate launch` on both machines; what still runs at the end is killed.
 
     Args:
         num_processes: of both together.
@@ -61,10 +62,14 @@ def begin_on_both(
     """
     shared = ["--num_machines", "2", "--num_processes", str(num_processes)]
     shared += ["--main_process_ip", where.first_address, "--main_process_port", str(free_port())]
-    running = []
-    for machine, prefix in enumerate(where.prefixes):
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file), *shared]
-        command = [*prefix, *launcher, "--machine_rank", str(machine), "-m", "distiller", *arguments]
-        folder = folders[machine] if folders else ROOT
-        running.append(Running([*command, f"output_dir={run_dir}"], run_dir, folder))
-    return running
+    running: list[Running] = []
+    try:
+        for machine, prefix in enumerate(where.prefixes):
+            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file), *shared]
+            command = [*prefix, *launcher, "--machine_rank", str(machine), "-m", "distiller", *arguments]
+            folder = folders[machine] if folders else ROOT
+            running.append(Running([*command, f"output_dir={run_dir}"], run_dir, folder))
+        yield running
+    finally:
+        for one in running:
+            one.kill_all()
