@@ -11,11 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
+from distiller.weights import MovingAverage
 
 from distiller import draws
 from distiller.trainer import train
-from distiller.weights import MovingAverage
 from tests import toys
 from tests.launch.launching import CONFIGS, begin, launch
 from tests.launch.test_bad_batches import make_toy
