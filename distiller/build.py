@@ -178,7 +178,7 @@ def state_bytes(
         held = 0 if fsdp.offloads else weights + gradients + moments
         gathered = weights * (not fsdp.shards_weights) + gradients * accumulates
         average = weights if recipe.train.ema_decay is not None else 0
-        return int(num_parameters * ((held + average) / num_processes + gathered))
+        return int(num_parameters * ((held + average) * fsdp.num_replicas / num_processes + gathered))
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(engine.removesuffix("-offload"), (1, 1, 1))
     if engine.endswith("-offload"):
