@@ -90,8 +90,8 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         ),
         kwargs_handlers=handlers,
     )
-    if sharded is not None and on_cpu:
-        shard_on_cpu(accelerator, sharded)
+    if fsdp is not None and sharded is not None and on_cpu:
+        shard_on_cpu(accelerator, fsdp, sharded)
     set_tf32(recipe.train.tf32)
     engine = engine_name(accelerator)
     if accelerator.num_processes != world_size():

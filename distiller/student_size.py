@@ -21,7 +21,7 @@ def gpu_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     if world.fsdp is not None:
         held = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS
         gathered = WEIGHTS * (not world.fsdp.shards_weights) + GRADIENTS * (world.accumulation_steps > 1)
-        return int(num_parameters * ((held + average) / count + gathered))
+        return int(num_parameters * ((held + average) * world.fsdp.num_replicas / count + gathered))
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(world.engine.removesuffix("-offload"), (1, 1, 1))
     if world.offload.is_any:
@@ -38,6 +38,7 @@ def host_bytes(num_parameters: int, offload: Offload, fsdp: FsdpLaunch | None, n
     With DeepSpeed's optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights. What waits on a disk
     passes through buffers, which are not counted.
     """
+    count = num_processes if fsdp is None else num_processes // fsdp.num_replicas
     is_optimizer_there = offload.optimizer == "cpu" if fsdp is None else fsdp.offloads
     width = (WEIGHTS + GRADIENTS + MOMENTS) * is_optimizer_there + WEIGHTS * (offload.parameters == "cpu")
-    return num_parameters * width // num_processes
+    return num_parameters * width // count

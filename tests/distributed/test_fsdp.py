@@ -59,7 +59,7 @@ class Trained:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         module = DistilledStudent(toys.transformer(num_layers=2, seed=5), (0,), 6, seed=1)
-        plugin, self.notices = None, []
+        plugin, fsdp, self.notices = None, None, []
         if settings is not None:
             fsdp = parse_fsdp(settings)
             classes = wrapped_classes(fsdp, module, BLOCKS)
@@ -73,8 +73,8 @@ class Trained:
             fsdp_plugin=plugin,
             kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if plugin else [],
         )
-        if plugin is not None:
-            shard_on_cpu(self.accelerator, plugin)
+        if plugin is not None and fsdp is not None:
+            shard_on_cpu(self.accelerator, fsdp, plugin)
         optimizer = build_optimizer(module, Optim(lr=0.01, weight_decay=0.1, betas=(0.8, 0.95)))
         self.student, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.engine = engine_name(self.accelerator)
