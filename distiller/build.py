@@ -175,7 +175,9 @@ def state_bytes(num_parameters: int, engine: str, recipe: Recipe, num_processes:
         return num_parameters * weights * whole[0]
     parts = zip((weights, gradients, moments), whole, strict=True)
     a_parameter = sum(width if is_whole else width / num_processes for width, is_whole in parts)
-    return int(num_parameters * (a_parameter + (weights if recipe.train.ema_decay is not None else 0)))
+    # Every rank averages its own pieces.
+    average = weights / num_processes if recipe.train.ema_decay is not None else 0
+    return int(num_parameters * (a_parameter + average))
 
 
 def agree(accelerator: Accelerator, on_main: Callable[[], Any]) -> Any:

@@ -16,7 +16,7 @@ from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import QualityGateError, UserError
+from distiller.errors import AgreedError, QualityGateError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.launch import check_precision, resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
@@ -44,7 +44,7 @@ def train(recipe: Recipe, resume: bool) -> None:
         return
     run.tracker.start_trackers(recipe)
     if run.first_step <= run.last_step:
-        outcome = run_loop(run)
+        outcome = _run_loop(run)
     else:
         # The loop had ended, and what follows it was cut short.
         metrics = agree(run.accelerator, lambda: last_metrics(run_dir))
@@ -54,6 +54,15 @@ def train(recipe: Recipe, resume: bool) -> None:
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
+
+
+def _run_loop(run: Run) -> Outcome:
+    """The loop; a failure that all ranks share must not cost the checkpoint that is being written."""
+    try:
+        return run_loop(run)
+    except AgreedError:
+        run.checkpoints.finish()
+        raise
 
 
 def dry_run(recipe: Recipe) -> None:
