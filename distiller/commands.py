@@ -17,7 +17,7 @@ from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import QualityGateError, StoppedError, UserError
+from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
@@ -60,6 +60,10 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
                 metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
                 outcome = Outcome(metrics, metrics["perf/samples_per_s"])
             export_run(run)
+    except AgreedError:
+        # A failure that all ranks share must not cost the checkpoint that is being written.
+        run.checkpoints.finish()
+        raise
     except StoppedError as error:
         if error.is_agreed:
             _leave(run)
