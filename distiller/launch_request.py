@@ -113,9 +113,13 @@ def check_request(request: LaunchRequest) -> None:
     kind = request.distributed_type
     if kind not in ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP"):
         raise UserError(f"{request.origin}: distributed_type {kind} is not supported; use MULTI_GPU, DEEPSPEED or FSDP")
-    if kind in ("DEEPSPEED", "FSDP") and request.use_cpu:
-        name, files = ("DeepSpeed", "ZeRO") if kind == "DEEPSPEED" else ("FSDP", "FSDP")
+    if kind == "DEEPSPEED" and request.use_cpu:
         raise UserError(
-            f"{request.origin}: use_cpu: true makes Accelerate drop {name} silently; remove it "
-            f"(the {files} files run on a CPU-only machine without it)"
+            f"{request.origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "
+            "(the ZeRO files run on a CPU-only machine without it)"
+        )
+    if kind == "FSDP" and request.use_cpu:
+        raise UserError(
+            f"{request.origin}: use_cpu: true makes Accelerate drop FSDP silently; remove it "
+            "(the FSDP files run on a CPU-only machine without it)"
         )
