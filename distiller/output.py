@@ -99,8 +99,8 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
         token.unlink(missing_ok=True)
     if unseen:
         raise UserError(
-            f"output_dir: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie on "
-            "a file system that all of them share: choose one with output_dir=..."
+            f"output_dir: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie "
+            "on a file system that all of them share: choose one with output_dir=..."
         )
 
 

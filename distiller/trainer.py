@@ -21,6 +21,7 @@ from distiller.checkpoint.schedule import is_due
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.errors import AgreedError
+from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.optim import learning_rate, set_learning_rate
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Teacher
@@ -81,6 +82,7 @@ def train(run: Run) -> Outcome:
             targets = _ask_teacher(run, batches)
         if step == run.first_step:
             _check_finite(run, targets)
+            _settle_buckets(run, batches[0], targets[0])
 
         set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
         with timer.part("student"):
@@ -150,6 +152,14 @@ def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
         total = run.accelerator.reduce(torch.as_tensor(bad, dtype=torch.float32), "sum")
         if float(total) > 0:  # type: ignore[arg-type]
             raise AgreedError(f"the teacher's {name} is not finite; try teacher.dtype float32, or bfloat16 for float16")
+
+
+def _settle_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
+    """Under DDP a pass without effect, after which a resumed run adds gradients in an unbroken one's order."""
+    if has_buckets(run.student):
+        with leaving_no_trace(run.student, run.accelerator.device):
+            outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
+            (0.0 * run.task.loss(outputs, target, batch).total).backward()
 
 
 def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:

@@ -84,7 +84,7 @@ class Writing:
         if failed is not None:
             self._is_hopeless.set()
         self._thread.join()
-        return self._failure or failed
+        return failed or self._failure
 
     def _run(self) -> None:
         note: dict[str, Any]

@@ -108,6 +108,7 @@ class Trained:
             set_learning_rate(self.optimizer, 0.05 / (1 + step))
             loss = self.student(x.to(dtype)).float().square().mean()
             self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.student.parameters(), 0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
@@ -140,7 +141,7 @@ def _joined(runs: list[tuple[int, Tensor]], shape: tuple[int, ...]) -> Tensor:
 
 def _loaded(name: str, folder: Path, whole: dict[tuple[Kind, str], Tensor], counters: Counters) -> Trained:
     trained = Trained(name, folder)
-    trained.state.load(lambda kind, tensor, start, count: whole[kind, tensor][start : start + count], counters)
+    trained.state.load(lambda kind, tensor, start, count: whole[kind, tensor][start : start + count].clone(), counters)
     return trained
 
 

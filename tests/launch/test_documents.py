@@ -39,6 +39,10 @@ NOT_RUN = {
     "engines.md": [
         "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train my-wan.yaml"
     ],
+    "resuming.md": [
+        "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/benchmarks/checkpoints.py --model wan-1.3b",
+        "distiller export outputs/my-wan/checkpoints/step-400 --output my-student",
+    ],
     "MODEL_LOADING_STRATEGIES.md": ["torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b"],
     "MULTI_GPU.md": [
         "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m distiller train my-wan.yaml",

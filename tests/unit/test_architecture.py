@@ -9,7 +9,18 @@ PACKAGE = Path(distiller.__file__).parent
 # Lower layers first; a module may import from its own layer and from lower ones.
 LAYERS = [
     ["errors", "__init__"],
-    ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
+    [
+        "resources",
+        "plain_yaml",
+        "process",
+        "draws",
+        "capture",
+        "losses",
+        "picture",
+        "timing",
+        "digits",
+        "gradient_buckets",
+    ],
     ["sections", "stages", "ranks", "room", "weight_files"],
     ["teacher_config"],
     ["config"],

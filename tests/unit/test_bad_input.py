@@ -984,7 +984,7 @@ class TestOutputFolder:
         [
             ({"optim.lr": 0.5}, ["--resume: optim.lr was 0.001", "is 0.5 now", "may change"]),
             ({"seed": 4}, ["--resume: seed was 3", "is 4 now", "may change"]),
-            ({"train.batch_size": 4}, ["--resume: train.batch_size was 8", "is 4 now", "may change"]),
+            ({"train.tf32": True}, ["--resume: train.tf32 was False", "is True now", "may change"]),
         ],
         ids=str,
     )
