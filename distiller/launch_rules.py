@@ -44,11 +44,15 @@ def check_request(request: LaunchRequest) -> None:
             f"{origin}: parallelism_config is not supported (no tensor, context or sequence parallel student); remove "
             "it, and choose MULTI_GPU, DEEPSPEED or FSDP"
         )
-    if kind in ("DEEPSPEED", "FSDP") and request.use_cpu:
-        name, files = ("DeepSpeed", "ZeRO") if kind == "DEEPSPEED" else ("FSDP", "FSDP")
+    if kind == "DEEPSPEED" and request.use_cpu:
         raise UserError(
-            f"{origin}: use_cpu: true makes Accelerate drop {name} silently; remove it "
-            f"(the {files} files run on a CPU-only machine without it)"
+            f"{origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "
+            "(the ZeRO files run on a CPU-only machine without it)"
+        )
+    if kind == "FSDP" and request.use_cpu:
+        raise UserError(
+            f"{origin}: use_cpu: true makes Accelerate drop FSDP silently; remove it "
+            "(the FSDP files run on a CPU-only machine without it)"
         )
     if kind in ("NO", "MULTI_CPU") and processes > 1:
         raise UserError(
