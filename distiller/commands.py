@@ -68,6 +68,8 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         if error.is_agreed:
             _leave(run)
         raise
+    finally:
+        run.tracker.close_bar()
     run.task.write_samples(run_dir, run.teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)

@@ -75,10 +75,14 @@ class Tracker:
             left = tqdm.format_interval(left_s)
             print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Closes the bar and the trackers."""
+    def close_bar(self) -> None:
+        """Leaves the bar's line, so that what is said next begins one."""
         if self._bar is not None:
             self._bar.close()
+
+    def close(self) -> None:
+        """Closes the bar and the trackers."""
+        self.close_bar()
         self._accelerator.end_training()
 
 
