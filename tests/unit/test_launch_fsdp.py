@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import builtins
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +17,12 @@ from accelerate.commands.menu import BulletMenu
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 
-from distiller.build import state_bytes
 from distiller.errors import UserError
+from distiller.launch import World
+from distiller.launch_deepspeed import Offload
 from distiller.launch_fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
 from distiller.recipe_file import parse
+from distiller.student_size import gpu_bytes, host_bytes
 from tests import toys
 from tests.launch.launching import CONFIGS
 
@@ -241,16 +244,17 @@ def test_settings_reach_accelerate_s_plugin(monkeypatch):
 
 
 def test_the_student_s_reservation_follows_the_shards(tmp_path):
-    recipe = parse(toys.recipe(tmp_path, tmp_path))
-    fsdp = parse_fsdp({"VERSION": "2"})
-    assert state_bytes(100, "fsdp2", recipe, 4, fsdp) == 100 * 16 // 4
-    whole = parse_fsdp({"VERSION": "2", "RESHARD_AFTER_FORWARD": "false"})
-    assert state_bytes(100, "fsdp2", recipe, 4, whole) == 100 * (16 // 4 + 4)
-    assert state_bytes(100, "fsdp2", recipe, 4, parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"})) == 0
-    accumulated = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"gradient_accumulation_steps": 2})}
-    )
-    assert state_bytes(100, "fsdp2", accumulated, 4, fsdp) == 100 * (16 // 4 + 4)
+    recipe, ranks = parse(toys.recipe(tmp_path, tmp_path)), cast(Any, SimpleNamespace(num_processes=4))
+
+    def size(accumulation_steps: int = 1, **settings: str) -> int:
+        fsdp = parse_fsdp({"VERSION": "2", **settings})
+        return gpu_bytes(100, recipe, World(ranks, "fsdp2", "no", accumulation_steps, Offload(), fsdp, ()))
+
+    assert size() == 100 * 16 // 4
+    assert size(RESHARD_AFTER_FORWARD="false") == 100 * (16 // 4 + 4)
+    assert size(OFFLOAD_PARAMS="true") == 0
+    assert size(accumulation_steps=2) == 100 * (16 // 4 + 4)
+    assert host_bytes(100, Offload(), parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"}), 4) == 100 * 16 // 4
 
 
 def test_the_default_file_is_looked_for_where_accelerate_writes_it():
