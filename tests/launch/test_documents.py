@@ -68,7 +68,15 @@ SHORTER_WORDS = {
 SAME_ENVIRONMENT = "make_environment() { :; }\n"
 
 # What a run writes, beside the files of the checkout, and files that documents make up.
-RUN_FILES = {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.png", "prompts.txt", "metadata.jsonl"}
+RUN_FILES = {
+    "recipe.yaml",
+    "metrics.jsonl",
+    "bad_batches.jsonl",
+    "summary.json",
+    "samples.png",
+    "prompts.txt",
+    "metadata.jsonl",
+}
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
 FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
