@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--student-layers", type=int, default=10)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no further row after so long")
     parser.add_argument("--checkpointing", choices=["both", "true", "false"], default="both", help="of activations")
     parser.add_argument("--option", action="append", default=[], help="recipe override for every row")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         parameters = make_pipeline(folder / "pipeline", options.model)
@@ -89,6 +91,8 @@ def main() -> None:
         rows = []
         for name in options.launch or ["single_gpu"]:
             for checkpointing in ("false", "true") if options.checkpointing == "both" else (options.checkpointing,):
+                if time.perf_counter() - began > 60 * options.minutes:
+                    break
                 extra = [f"train.gradient_checkpointing={checkpointing}", *options.option]
                 try:
                     metrics = measure(folder, name, options.side, options.batch_size, extra)
