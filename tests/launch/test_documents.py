@@ -77,15 +77,10 @@ SAME_ENVIRONMENT = "make_environment() { :; }\n"
 
 # What a run writes, beside the files of the checkout, and files that documents make up.
 RUN_FILES = {
-<<<<<<< HEAD
     "progress.json",
     "recipe.yaml",
     "metrics.jsonl",
-=======
-    "recipe.yaml",
-    "metrics.jsonl",
     "bad_batches.jsonl",
->>>>>>> issue4-c
     "summary.json",
     "samples.png",
     "prompts.txt",
