@@ -122,9 +122,9 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        check_compile(recipe, request.options)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
         fsdp = fsdp_of_file(Path(launch_file), num_processes)
+        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)

@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 def has_buckets(student: nn.Module) -> bool:
     """Whether the student's gradients are reduced in buckets that change after the first backward pass."""
-    return isinstance(student, DistributedDataParallel)
+    # torch.compile of the whole model wraps it once more.
+    return isinstance(getattr(student, "_orig_mod", student), DistributedDataParallel)
 
 
 @contextmanager

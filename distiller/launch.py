@@ -67,7 +67,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
     options = {} if request is None else request.options
-    check_compile(recipe, options)
+    check_compile(recipe, options, fsdp is not None and fsdp.version == 1)
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None

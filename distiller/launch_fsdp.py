@@ -275,6 +275,11 @@ def fsdp_plugin(
         notices.append("fsdp_offload_params changes nothing without a GPU: everything is in host memory")
     # Given as an argument it would be a deprecation warning on every rank.
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
+    if fsdp.offloads and precision == "fp16" and not on_cpu:
+        raise UserError(
+            "fsdp_offload_params is true and train.mixed_precision is fp16: torch's loss scaler reads its scale on the "
+            "host before it has arrived there; use bf16 or no, or remove the offload"
+        )
     low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
         # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.

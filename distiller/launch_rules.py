@@ -37,9 +37,10 @@ def check_request(request: LaunchRequest) -> None:
     )
     if kind not in KINDS:
         raise UserError(f"{origin}: distributed_type {kind} is not supported; use MULTI_GPU, DEEPSPEED or FSDP")
-    if any(name.startswith("parallelism_config_") for name in request.options) or request.options.get(
-        "use_parallelism_config"
-    ):
+    options = request.options
+    is_parallel = options.get("use_parallelism_config") or any(n.startswith("parallelism_config_") for n in options)
+    # FSDP's own replicas are said there; what else stands there is refused where FSDP's settings are read.
+    if is_parallel and kind != "FSDP":
         raise UserError(
             f"{origin}: parallelism_config is not supported (no tensor, context or sequence parallel student); remove "
             "it, and choose MULTI_GPU, DEEPSPEED or FSDP"

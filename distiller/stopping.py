@@ -24,6 +24,9 @@ from distiller.siblings import loss_of_ranks, missing_ranks, speaks_first
 GRACE_S = 25.0
 """From the first signal to the end of the process; torch's agent kills its ranks 30 s after it was told to stop."""
 
+NO_SIGNAL = bytes([0])
+"""Ends the watching thread; no signal has this number."""
+
 ECHO_S = 2.0
 """Launcher and process group both pass a signal on; what comes later than this is a second request."""
 
@@ -57,9 +60,11 @@ class Stops:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        # A byte, not the pipe's end: loader processes that live on in a traceback's frames hold the writing end too.
+        os.write(self._writer, NO_SIGNAL)
+        self._thread.join()
         self._handlers = {}
         os.close(self._writer)
-        self._thread.join()
         os.close(self._reader)
 
     @contextmanager
@@ -78,6 +83,8 @@ class Stops:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
         if not self._is_deferred:
+            # Once: the launcher's echo must not interrupt what the first one's exception passes through.
+            self.defer()
             self._raise("outside of the training loop")
 
     def _raise(self, when: str) -> None:
@@ -91,7 +98,7 @@ class Stops:
             if not select.select([self._reader], [], [], left_s)[0]:
                 self._end("the update under way and its checkpoint took longer than that")
             numbers = os.read(self._reader, 1)
-            if not numbers:
+            if numbers == NO_SIGNAL:
                 return
             if numbers[0] not in self._handlers:
                 # Python passes every signal that has a handler on, torch's of ended loader processes too.

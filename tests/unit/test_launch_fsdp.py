@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrateg
 
 from distiller.errors import UserError
 from distiller.launch import World
+from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import Offload
 from distiller.launch_fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
 from distiller.recipe_file import parse
@@ -259,3 +260,19 @@ def test_the_student_s_reservation_follows_the_shards(tmp_path):
 
 def test_the_default_file_is_looked_for_where_accelerate_writes_it():
     assert default_config_file.endswith("accelerate/default_config.yaml")
+
+
+def test_a_loss_scale_and_offload_do_not_go_together():
+    offloaded = parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"})
+    with pytest.raises(UserError, match=r"fsdp_offload_params is true and train.mixed_precision is fp16"):
+        fsdp_plugin(offloaded, ("Linear",), "fp16", False, [])
+
+
+def test_compilation_is_refused_with_the_older_fsdp_alone(tmp_path):
+    recipe = parse(toys.recipe(tmp_path, tmp_path, train={"max_steps": 1, "compile": "default"}))
+    check_compile(recipe, {}, is_fsdp1=False)
+    with pytest.raises(UserError, match="not supported with FSDP1"):
+        check_compile(recipe, {}, is_fsdp1=True)
+    contradicting = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}
+    with pytest.raises(UserError, match=r"train.compile is default and the launch file says max-autotune"):
+        check_compile(recipe, contradicting)
