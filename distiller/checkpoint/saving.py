@@ -166,7 +166,10 @@ class Checkpoints:
         print(line, file=sys.stderr, flush=True)
 
     def _what_is_left(self) -> str:
-        steps = steps_in(self._folder)
+        try:
+            steps = steps_in(self._folder)
+        except OSError as error:
+            return f"{self._folder} cannot be read ({error.strerror})"
         return f"the newest one is step-{steps[-1]}" if steps else "there is none yet"
 
 
