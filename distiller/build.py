@@ -126,8 +126,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     state = open_state(world.engine, accelerator, student, optimizer)
     average = None if decay is None else MovingAverage(state, decay)
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    if ranks.is_main:
-        checkpoints.remove_stale()
+    ranks.from_main(checkpoints.remove_stale)
     skipped_steps = checkpoints.load(done) if done else 0
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()

@@ -57,6 +57,16 @@ def test_a_snapshot_is_a_safetensors_file_wherever_its_buffers_end(tmp_path, buf
     }
 
 
+def test_pageable_memory_serves_where_none_can_be_locked(monkeypatch, capsys):
+    monkeypatch.setattr(snapshot, "_page_locked", Mock(side_effect=RuntimeError("CUDA error: out of memory\nmore")))
+    shot = Snapshot(torch.device("cuda"), buffer_bytes=64)
+    shot.reserve(200)
+    assert shot.held_bytes == 256
+    said = capsys.readouterr().err
+    assert "(CUDA error: out of memory)" in said
+    assert said.count("\n") == 1
+
+
 def test_what_is_saved_is_loaded_and_old_ones_go(tmp_path, state):
     average = MovingAverage(state, 0.5)
     ours = checkpoints(tmp_path, state, average=average)

@@ -55,6 +55,6 @@ def test_damage_is_found_before_a_header_is_believed(tmp_path, run):
     file = folder / rank_file(0, 1)
     file.write_bytes(b"\xff" * file.stat().st_size)
     task = cast(Any, SimpleNamespace(export=Mock()))
-    with pytest.raises(UserError, match="its content is not what was written.*; export another checkpoint"):
+    with pytest.raises(UserError, match=r"its content is not what was written.*; export another checkpoint"):
         export_checkpoint(task, folder, tmp_path / "mine")
     task.export.assert_not_called()
