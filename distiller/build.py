@@ -80,7 +80,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    reserved = gpu_bytes(size, recipe, world), host_bytes(size, world.offload, world.fsdp, accelerator.num_processes)
+    reserved = gpu_bytes(size, recipe, world), host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)

@@ -85,8 +85,8 @@ class Snapshot:
                 self._locks_pages = False
                 reason = str(error).splitlines()[0]
                 print(
-                    f"note: no page-locked memory for checkpoints ({reason}); pageable memory is used, and a save stops "
-                    "the loop for longer",
+                    f"note: no page-locked memory for checkpoints ({reason}); pageable memory is used, and a save "
+                    "stops the loop for longer",
                     file=sys.stderr,
                     flush=True,
                 )
