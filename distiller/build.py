@@ -140,7 +140,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         worker_init_fn=settle_loader_worker,
         prefetch_factor=2 if recipe.train.num_workers else None,
     )
-    tracker = Tracker(recipe, accelerator, done + 1, last_step)
+    tracker = ranks.all_succeed(lambda: Tracker(recipe, accelerator, done + 1, last_step))
     return Run(
         recipe=recipe,
         accelerator=accelerator,
