@@ -38,7 +38,7 @@ class MovingAverage:
             else:
                 self._take([mine.values], [theirs.values.detach()], is_skipped)
         if averages:
-            # One fused kernel over all tensors of a device and dtype: a small student's update would otherwise be all launches.
+            # One fused kernel over all of a device and dtype: a small student's update would else be all launches.
             self._take(averages, weights, is_skipped)
 
     def pieces(self) -> Iterator[Piece]:
