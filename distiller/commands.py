@@ -199,6 +199,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "student_params": run.student_parameters,
         "teacher_params": run.task.network.num_parameters(),
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
+        "failed_saves": run.checkpoints.num_failed,
         "evaluation": {},
         "wall_s": wall_s,
     }

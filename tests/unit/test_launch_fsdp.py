@@ -244,18 +244,21 @@ def test_settings_reach_accelerate_s_plugin(monkeypatch):
     assert not policy.cast_forward_inputs
 
 
-def test_the_student_s_reservation_follows_the_shards(tmp_path):
-    recipe, ranks = parse(toys.recipe(tmp_path, tmp_path)), cast(Any, SimpleNamespace(num_processes=4))
+@pytest.mark.parametrize("average", [0, 4])
+def test_the_student_s_reservation_follows_the_shards(tmp_path, average):
+    ranks = cast(Any, SimpleNamespace(num_processes=4))
+    recipe = parse(toys.recipe(tmp_path, tmp_path, train={"ema_decay": 0.9} if average else {}))
 
-    def size(accumulation_steps: int = 1, **settings: str) -> int:
+    def size(accumulation_steps: int = 1, **settings: str) -> tuple[int, int]:
         fsdp = parse_fsdp({"VERSION": "2", **settings})
-        return gpu_bytes(100, recipe, World(ranks, "fsdp2", "no", accumulation_steps, Offload(), fsdp, ()))
+        world = World(ranks, "fsdp2", "no", accumulation_steps, Offload(), fsdp, ())
+        return gpu_bytes(100, recipe, world), host_bytes(100, recipe, world)
 
-    assert size() == 100 * 16 // 4
-    assert size(RESHARD_AFTER_FORWARD="false") == 100 * (16 // 4 + 4)
-    assert size(OFFLOAD_PARAMS="true") == 0
-    assert size(accumulation_steps=2) == 100 * (16 // 4 + 4)
-    assert host_bytes(100, Offload(), parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"}), 4) == 100 * 16 // 4
+    held, snapshot = 100 * (16 + average) // 4, 100 * (12 + average) // 4
+    assert size() == (held, snapshot)
+    assert size(RESHARD_AFTER_FORWARD="false") == (held + 400, snapshot)
+    assert size(OFFLOAD_PARAMS="true") == (0, held + snapshot)
+    assert size(accumulation_steps=2) == (held + 400, snapshot)
 
 
 def test_the_default_file_is_looked_for_where_accelerate_writes_it():
