@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import socket
 import sys
@@ -20,6 +19,7 @@ from distiller.errors import (
     StoppedError,
     UserError,
 )
+from distiller.machines import is_first_machine, report_failure
 from distiller.process import is_main_process, prepare_environment, rank
 from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
@@ -49,6 +49,8 @@ def guarded(command: Callable[[Stops], None]) -> int:
     except (UserError, RunError) as error:
         # What torch's agent sends to the other ranks now must not replace the reason.
         stops.defer()
+        if isinstance(error, UserError) and not isinstance(error, AgreedUserError):
+            report_failure(one_line(error))
         codes = {UserError: EXIT_USE, QualityGateError: EXIT_GATE, RunError: EXIT_FAILED}
         return complain(error, next(code for kind, code in codes.items() if isinstance(error, kind)))
     except StoppedError as error:
@@ -67,12 +69,17 @@ def complain(error: BaseException, code: int) -> int:
     """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same."""
     if _speaks(error):
         # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
-        is_elsewhere = os.environ.get("GROUP_RANK", "0") != "0"
+        is_elsewhere = not is_first_machine()
         is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
         who = f"distiller, rank {rank()}" if is_own and not is_main_process() else "distiller"
         who += f" on {socket.gethostname()}" if is_elsewhere else ""
-        print(f"{who}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        print(f"{who}: {one_line(error)}", file=sys.stderr, flush=True)
     return code
+
+
+def one_line(error: BaseException) -> str:
+    """What the error says, without line breaks."""
+    return " ".join(str(error).split())
 
 
 def _speaks(error: BaseException) -> bool:
@@ -228,4 +235,4 @@ def _configs(options: argparse.Namespace, stops: Stops) -> None:
             print(file)
         return
     for file in sorted((launch_files_dir() / "accelerate_configs").glob("*.yaml")):
-        print(f"{file.name:<24} {first_line(file)}")
+        print(f"{file.name:<28} {first_line(file)}")

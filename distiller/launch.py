@@ -24,6 +24,7 @@ from distiller.launch_deepspeed import Offload, deepspeed_config, deepspeed_plug
 from distiller.launch_fsdp import FsdpLaunch, fsdp_plugin, launched_fsdp, shard_on_cpu
 from distiller.launch_request import LaunchRequest, requested_launch
 from distiller.launch_rules import check_gpus, check_launcher, check_precision, check_request
+from distiller.machines import choose_interface, meet
 from distiller.process import world_size
 
 
@@ -74,6 +75,8 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     sharded = None if fsdp is None else fsdp_plugin(fsdp, wrap(fsdp), precision, on_cpu, notices)
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
+    choose_interface()
+    meet()
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,

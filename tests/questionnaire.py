@@ -46,6 +46,7 @@ def answer(monkeypatch: pytest.MonkeyPatch, file: Path, answers: Mapping[str, st
 
 MULTI_GPU = {"Which type of machine": "multi-GPU", "How many GPU(s)": "2"}
 DEEPSPEED = {**MULTI_GPU, "Do you want to use DeepSpeed?": "yes"}
+FSDP = {**MULTI_GPU, "Do you want to use FullyShardedDataParallel?": "yes"}
 QUESTIONNAIRES: dict[str, dict[str, str]] = {
     "single": {"Which type of machine": "No distributed training"},
     "ddp": MULTI_GPU,
@@ -54,6 +55,9 @@ QUESTIONNAIRES: dict[str, dict[str, str]] = {
     "zero2-offload": {**DEEPSPEED, "ZeRO optimization stage": "2", "Where to offload optimizer": "cpu"},
     # Parameters are asked about for every stage, and DeepSpeed has it for the third alone.
     "zero2-parameters": {**DEEPSPEED, "ZeRO optimization stage": "2", "Where to offload parameters": "cpu"},
+    # Return, where class names are asked for, is an empty text.
+    "fsdp1": {**FSDP, "FSDP version": "1", "layer class names": ""},
+    "fsdp2": {**FSDP, "layer class names": ""},
     "zero3-offload": {
         **DEEPSPEED,
         "ZeRO optimization stage": "3",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import yaml
 
 from tests import toys
-from tests.launch.launching import CONFIGS, launch
+from tests.launch.launching import CONFIGS, launch, start
 
 NUM_GPUS = torch.cuda.device_count()
 ENGINES = {
@@ -78,6 +79,24 @@ def test_engines_equal_one_gpu_in_float32(toy, float32, name):
     losses, students = distances(run_dir, float32)
     assert losses < 2e-5
     assert students < 1e-5
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_weights_and_optimizer_on_a_disk_equal_one_gpu(toy, float32, num_processes):
+    """And nothing stays there."""
+    disk, run_dir = toy / f"disk-{num_processes}", toy / f"nvme-{num_processes}"
+    disk.mkdir()
+    launcher = ["--config_file", str(CONFIGS / "zero3_nvme.yaml"), "--offload_param_nvme_path", str(disk)]
+    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={run_dir}", f"train.batch_size={8 // num_processes}"]
+    command = ["--num_processes", str(num_processes), "-m", "distiller", *arguments, "train.mixed_precision=no"]
+    result = start([*launcher, *command], timeout_s=280)
+    assert result.code == 0, result.stderr
+    losses, students = distances(run_dir, float32)
+    assert losses < 2e-5
+    assert students < 1e-5
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")

@@ -44,7 +44,7 @@ def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str,
     Args:
         environment: variables to set beside those of this process.
     """
-    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(_free_port())} | (environment or {})
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(free_port())} | (environment or {})
     process = subprocess.Popen(
         command,
         cwd=cwd,
@@ -71,7 +71,7 @@ class Running:
 
     def __init__(self, command: list[str], run_dir: Path, cwd: Path = ROOT) -> None:
         """`run_dir` is the output folder that the command names."""
-        environment = os.environ | {"MASTER_PORT": str(_free_port())}
+        environment = os.environ | {"MASTER_PORT": str(free_port())}
         self.run_dir, self._output = run_dir, Path(tempfile.mkdtemp()) / "output.txt"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
@@ -125,7 +125,11 @@ class Running:
         """Until every process of the launch has ended; the launcher's exit code."""
         self._look()
         limit = time.monotonic() + timeout_s
-        self._process.wait(timeout_s)
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.kill_all()
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.output}") from None
         _, alive = psutil.wait_procs(self._seen.values(), max(0.1, limit - time.monotonic()))
         alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         if alive:
@@ -157,7 +161,8 @@ def _descendants(pid: int) -> list[int]:
     return [child.pid for child in psutil.Process(pid).children(recursive=True)]
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of the loopback that nobody listens to just now."""
     import socket
 
     with socket.socket() as probe:

@@ -26,22 +26,6 @@ ENGINES = {
 }
 
 
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("launch")
-    pipeline = toys.make_pipeline(folder / "pipeline")
-    options = {"cache_dir": str(folder / "cache"), "train": {"max_steps": 6, "batch_size": 8, "log_every": 1}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toys.recipe(folder, pipeline, **options)))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def reference(toy) -> Path:
-    result = train(toy, CONFIGS / "cpu.yaml", toy / "reference")
-    assert result.code == 0, result.stderr
-    return toy / "reference"
-
-
 def train(toy: Path, config_file: Path, output_dir: Path, *overrides: str) -> Result:
     return launch(config_file, "train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides)
 

@@ -1,0 +1,94 @@
+"""Several machines: through which card they meet, and what one has to say before there is a process group.
+
+Only one launcher's ranks end when a rank of theirs does. On the other machines they would wait half an hour for it.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import psutil
+
+from distiller.errors import AgreedUserError
+from distiller.process import rank, world_size
+
+if TYPE_CHECKING:
+    # The command line is read before torch is.
+    from torch.distributed import Store
+
+KEY = "distiller/ready"
+CONNECTION, PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
+"""For the launchers' store, which is there before any rank is; and for the slowest machine to read its recipe."""
+
+
+def num_machines() -> int:
+    """How many launchers take part, as torch's agent says."""
+    return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+
+
+def is_first_machine() -> bool:
+    """Whether rank 0 runs here."""
+    return os.environ.get("GROUP_RANK", "0") == "0"
+
+
+def choose_interface() -> None:
+    """Tells gloo which network card leads to the first machine, unless GLOO_SOCKET_IFNAME does; before any group.
+
+    By itself gloo takes the address of the machine's own name, which many systems resolve to the loopback.
+    """
+    if num_machines() == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    try:
+        family, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            # Sends nothing: the system only looks up the way.
+            probe.connect(address)
+            own = probe.getsockname()[0]
+    except OSError:
+        # The launcher knows another way to it, and gloo's own error names the address.
+        return
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(known.address.partition("%")[0] == own for known in addresses):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def report_failure(text: str) -> None:
+    """Says to the ranks of other machines that this one will not come. Waits for nobody."""
+    if not _shares_a_store():
+        return
+    # Where the first machine's launcher is gone nobody waits for an answer.
+    with suppress(RuntimeError):
+        _store().set(f"{KEY}/{rank()}", f"rank {rank()} on {socket.gethostname()}: {text}")
+
+
+def meet() -> None:
+    """Waits until every rank is ready for the process group. Communicates, if there are several machines.
+
+    Raises AgreedUserError when one of them reports a failure instead.
+    """
+    if not _shares_a_store():
+        return
+    store = _store()
+    store.set(f"{KEY}/{rank()}", "")
+    store.set_timeout(PATIENCE)
+    for other in range(world_size()):
+        text = store.get(f"{KEY}/{other}").decode()
+        if text:
+            raise AgreedUserError(text)
+
+
+def _shares_a_store() -> bool:
+    """Whether the launchers hold a store for their ranks: torch's agents do, before they start them."""
+    return num_machines() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _store() -> Store:
+    from torch.distributed import PrefixStore, TCPStore
+
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"attempt-{attempt}", TCPStore(address, port, is_master=False, timeout=CONNECTION))

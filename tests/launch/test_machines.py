@@ -1,0 +1,106 @@
+"""Several machines: two launchers, as two machines would run them, against one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests import toys
+from tests.launch.launching import CONFIGS, Running
+from tests.launch.machines import Network, begun_on_both, network
+from tests.launch.test_faults import ENDLESS, step_stopped_at
+
+
+@pytest.fixture(scope="module")
+def where() -> Iterator[Network]:
+    with network() as found:
+        yield found
+
+
+def begun(where: Network, toy: Path, run_dir: Path, num_processes: int, name: str, *overrides: str):
+    arguments = ["train", str(toy / "recipe.yaml"), f"train.batch_size={8 // num_processes}", *overrides]
+    return begun_on_both(where, CONFIGS / f"{name}.yaml", num_processes, run_dir, *arguments)
+
+
+def check(both: list[Running], run_dir: Path, reference: Path, num_processes: int) -> dict:
+    for running in both:
+        assert running.wait_until_gone(240) == 0, running.output
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["world_size"] == num_processes
+    toys.assert_same_run(run_dir, reference)
+    return summary
+
+
+def host_copies(running: Running) -> set[str]:
+    """The shared copies, by inode, that the ranks of a launcher have mapped."""
+    ranks = psutil.Process(running.pid).children()
+    maps = [line for rank in ranks for line in Path(f"/proc/{rank.pid}/maps").read_text().splitlines()]
+    return {line.split()[4] for line in maps if "memfd:distiller-teacher" in line}
+
+
+def test_two_machines_equal_one_process(where, toy, reference, tmp_path):
+    with begun(where, toy, tmp_path / "run", 2, "cpu_2proc", "teacher.placement=streamed") as both:
+        assert check(both, tmp_path / "run", reference, 2)["placement"] == "streamed"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("num_processes", "placement"), [(4, "cpu"), (4, "streamed"), (2, "balanced"), (4, "balanced"), (4, "rank0")]
+)
+def test_every_place_for_the_teacher_on_two_machines(where, toy, reference, tmp_path, num_processes, placement):
+    with begun(where, toy, tmp_path / "run", num_processes, "cpu_2proc", f"teacher.placement={placement}") as both:
+        assert check(both, tmp_path / "run", reference, num_processes)["placement"] == placement
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "num_processes", "engine"),
+    [("zero2", 2, "deepspeed-zero2"), ("zero2", 4, "deepspeed-zero2"), ("fsdp2", 4, "fsdp2")],
+)
+def test_sharded_students_on_two_machines(where, toy, reference, tmp_path, name, num_processes, engine):
+    with begun(where, toy, tmp_path / "run", num_processes, name) as both:
+        assert check(both, tmp_path / "run", reference, num_processes)["engine"] == engine
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_signal_to_one_launcher_stops_both_machines(where, toy, tmp_path, machine):
+    """And until then there was one copy of the teacher on each."""
+    with begun(where, toy, tmp_path / "run", 4, "cpu_2proc", "teacher.placement=streamed", *ENDLESS) as both:
+        both[0].wait_for_step(2)
+        copies = [host_copies(running) for running in both]
+        assert [len(found) for found in copies] == [1, 1]
+        assert copies[0].isdisjoint(copies[1])
+        os.kill(both[machine].pid, signal.SIGTERM)
+        for running in both:
+            running.wait_until_gone(60)
+        step_stopped_at(both[0], "SIGTERM")
+        assert both[1].lines == []
+
+
+@pytest.mark.parametrize("machine", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_file_that_one_machine_lacks(where, toy, tmp_path, machine):
+    """It says so with its host's name, and the other one does not wait for it."""
+    folders = [toy, toy]
+    folders[machine] = tmp_path
+    arguments = ["train", str(toy / "recipe.yaml"), "teacher.path=pipeline", "train.batch_size=4"]
+    with begun_on_both(where, CONFIGS / "cpu_2proc.yaml", 2, tmp_path / "run", *arguments, folders=folders) as both:
+        for running in both:
+            assert running.wait_until_gone(120) != 0
+    here, missing = f"rank {machine} on {socket.gethostname()}: ", "teacher.path: pipeline"
+    expected = (
+        [[f"distiller: {here}{missing}"], [f"distiller, {here}{missing}"]]
+        if machine
+        else [[f"distiller: {missing}"], []]
+    )
+    for running, starts in zip(both, expected, strict=True):
+        assert len(running.lines) == len(starts), running.output
+        assert all(line.startswith(start) for line, start in zip(running.lines, starts, strict=True)), running.output
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,69 @@
+"""What several machines settle before there is a process group."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import psutil
+import pytest
+from torch.distributed import TCPStore
+
+from distiller.errors import AgreedUserError, UserError
+from distiller.machines import choose_interface, meet, report_failure
+
+
+@pytest.fixture
+def two_machines(monkeypatch) -> TCPStore:
+    """This process is rank 0 of two on as many machines; the launchers' store."""
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    for name, value in {
+        "GROUP_WORLD_SIZE": "2",
+        "WORLD_SIZE": "2",
+        "RANK": "0",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }.items():
+        monkeypatch.setenv(name, value)
+    # So that what is chosen here is undone at the end.
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    return store
+
+
+def test_the_card_is_the_one_that_leads_to_the_first_machine(two_machines):
+    choose_interface()
+    addresses = psutil.net_if_addrs()[os.environ["GLOO_SOCKET_IFNAME"]]
+    assert "127.0.0.1" in [known.address for known in addresses]
+
+
+def test_a_card_that_was_chosen_stays(two_machines, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "given")
+    choose_interface()
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "given"
+
+
+def test_one_machine_needs_none(two_machines, monkeypatch):
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    choose_interface()
+    meet()
+    report_failure("nobody listens")
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert two_machines.num_keys() <= 1
+
+
+def test_ranks_hear_of_one_that_will_not_come(two_machines, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    report_failure("teacher.path: gone")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(AgreedUserError) as error:
+        meet()
+    assert str(error.value) == f"rank 1 on {socket.gethostname()}: teacher.path: gone"
+    assert isinstance(error.value, UserError)
+
+
+def test_ranks_that_are_ready_go_on(two_machines, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    two_machines.set("attempt-0/distiller/ready/0", "")
+    meet()
