@@ -38,7 +38,7 @@ class MovingAverage:
             else:
                 self._take([mine.values], [theirs.values.detach()], is_skipped)
         if averages:
-            # One fused kernel over all tensors: a small student's update would otherwise be all launches.
+            # One fused kernel over all of a device and dtype: a small student's update would else be all launches.
             self._take(averages, weights, is_skipped)
 
     def pieces(self) -> Iterator[Piece]:
@@ -51,4 +51,4 @@ class MovingAverage:
             piece.values.copy_(read(piece.name, piece.start, len(piece.values)))
 
     def _take(self, averages: list[Tensor], weights: list[Tensor], is_skipped: Tensor) -> None:
-        average_unless(averages, weights, 1 - self._decay, is_skipped.to(averages[0].device))
+        average_unless(averages, weights, 1 - self._decay, is_skipped)

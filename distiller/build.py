@@ -80,7 +80,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    reserved = gpu_bytes(size, recipe, world), host_bytes(size, world.offload, world.fsdp, accelerator.num_processes)
+    reserved = gpu_bytes(size, recipe, world), host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     if task.needs_live_teacher:
         setup = decide(task.network, setup)
@@ -126,8 +126,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     state = open_state(world.engine, accelerator, student, optimizer)
     average = None if decay is None else MovingAverage(state, decay)
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    if ranks.is_main:
-        checkpoints.remove_stale()
+    ranks.from_main(checkpoints.remove_stale)
     skipped_steps = checkpoints.load(done) if done else 0
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()
@@ -141,7 +140,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         worker_init_fn=settle_loader_worker,
         prefetch_factor=2 if recipe.train.num_workers else None,
     )
-    tracker = Tracker(recipe, accelerator, done + 1, last_step)
+    tracker = ranks.all_succeed(lambda: Tracker(recipe, accelerator, done + 1, last_step))
     return Run(
         recipe=recipe,
         accelerator=accelerator,

@@ -17,7 +17,7 @@ from distiller.config import Recipe
 from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import QualityGateError, StoppedError, UserError
+from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
@@ -60,10 +60,16 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
                 metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
                 outcome = Outcome(metrics, metrics["perf/samples_per_s"])
             export_run(run)
+    except AgreedError:
+        # A failure that all ranks share must not cost the checkpoint that is being written.
+        run.checkpoints.finish()
+        raise
     except StoppedError as error:
         if error.is_agreed:
             _leave(run)
         raise
+    finally:
+        run.tracker.close_bar()
     run.task.write_samples(run_dir, run.teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
@@ -116,9 +122,9 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         request = read_launch_file(Path(launch_file))
         check_request(request)
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        check_compile(recipe, request.options)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
         fsdp = fsdp_of_file(Path(launch_file), num_processes)
+        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
@@ -193,6 +199,7 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "student_params": run.student_parameters,
         "teacher_params": run.task.network.num_parameters(),
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
+        "failed_saves": run.checkpoints.num_failed,
         "evaluation": {},
         "wall_s": wall_s,
     }

@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+
 from distiller.checkpoint.format import OLDER_NAMES, PROGRESS_FILE, steps_in
-from distiller.checkpoint.reading import CheckpointReader, find_damage
+from distiller.checkpoint.reading import CheckpointReader, find_damage, read_progress_file
 from distiller.checkpoint.resuming import refuse_older
 from distiller.checkpoint.saving import EXPORT_FOLDER
-from distiller.errors import UserError
+from distiller.errors import AgreedError, UserError
 from distiller.tasks.base import Task
 from distiller.trainer import Run
 
@@ -19,34 +21,43 @@ def export_run(run: Run) -> None:
     """Writes `student/` from the pieces of all ranks. Every rank calls it, after the last save. Communicates.
 
     They go through files, the final checkpoint's where there is one: no rank ever holds more than the whole weights.
+
+    Raises:
+        AgreedError: on every rank, where rank 0 cannot write it.
     """
     folder = run.checkpoints.pieces_of_result(run.last_step)
-    if run.accelerator.is_main_process:
-        target = Path(run.recipe.output_dir) / "student"
-        partial = _write(run.task, folder, target)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        if folder.name == EXPORT_FOLDER:
-            shutil.rmtree(folder)
-    run.accelerator.wait_for_everyone()
+    target = Path(run.recipe.output_dir) / "student"
+
+    def write() -> None:
+        try:
+            partial = _write(run.task, folder, target)
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
+            if folder.name == EXPORT_FOLDER:
+                shutil.rmtree(folder)
+        except (OSError, SafetensorError) as error:
+            # A full disk reaches us as a SafetensorError, which is no OSError.
+            raise AgreedError(f"{target}: cannot be written ({_reason(error)}); make room and pass --resume") from error
+
+    # Not an NCCL barrier: a large student takes rank 0 longer than that has patience.
+    run.ranks.from_main(write)
 
 
 def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:
     """Writes the student of any checkpoint to a new folder. One process; needs neither GPU nor engine.
 
     Raises:
-        UserError: it is damaged or of an older version.
+        UserError: it is damaged or of an older version, or the folder cannot be written.
     """
     refuse_older(folder)
-    reader = CheckpointReader(folder)
-    reader.close()
-    damage = find_damage(folder, reader.progress, 0, 1)
+    # Before any header is believed.
+    damage = find_damage(folder, read_progress_file(folder), 0, 1)
     if damage is not None:
         raise UserError(f"{damage}; export another checkpoint of that run")
     try:
         _write(task, folder, target).rename(target)
-    except OSError as error:
-        raise UserError(f"--output {target}: cannot be written ({error.strerror}); give another folder") from error
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"--output {target}: cannot be written ({_reason(error)}); give another folder") from error
 
 
 def find_checkpoint(given: Path) -> Path:
@@ -63,6 +74,15 @@ def _write(task: Task[Any, Any], folder: Path, target: Path) -> Path:
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     reader = CheckpointReader(folder)
-    task.export(dict(reader.whole(reader.exported_kind)), partial)
-    reader.close()
+    try:
+        task.export(dict(reader.whole(reader.exported_kind)), partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        reader.close()
     return partial
+
+
+def _reason(error: OSError | SafetensorError) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or " ".join(str(error).split())

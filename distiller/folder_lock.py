@@ -6,6 +6,7 @@ run leaves behind locks nobody out.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from distiller.errors import UserError
 
 LOCK_FILE = ".running"
+WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 def refuse_if_running(folder: Path) -> None:
@@ -54,6 +56,10 @@ def _lock(handle: int, folder: Path) -> None:
             f"output_dir: {folder} is in use by another run ({_holder(handle)}); wait for its end, or choose another "
             "folder with output_dir=..."
         ) from error
+    except OSError as error:
+        if error.errno not in WITHOUT_LOCKS:
+            raise
+        print(f"note: {folder} lies on a file system without locks: two runs in it would not see each other")
 
 
 def _holder(handle: int) -> str:

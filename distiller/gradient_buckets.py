@@ -12,18 +12,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 def has_buckets(student: nn.Module) -> bool:
     """Whether the student's gradients are reduced in buckets that change after the first backward pass."""
-    return isinstance(student, DistributedDataParallel)
+    # torch.compile of the whole model wraps it once more.
+    return isinstance(getattr(student, "_orig_mod", student), DistributedDataParallel)
 
 
 @contextmanager
 def leaving_no_trace(student: nn.Module, device: torch.device) -> Iterator[None]:
     """For a forward and a backward pass with a loss of zero before the first update, after which nothing has changed.
 
-    DDP packs gradients into buckets in the reverse order of registration, and after the first backward pass into other
-    ones, in the order in which gradients became ready. An element's place in its bucket decides in which order the
+    DDP packs gradients into buckets in the reverse order of registration, and after the first backward pass into
+    others, in the order in which gradients became ready. An element's place in its bucket decides in which order the
     ranks' values are added, so with three ranks or more the last bits of a resumed run's first update, made with the
-    first buckets, would differ from an unbroken run's. With one pass before it, every start makes it with the final
-    ones.
+    first buckets, would differ from an unbroken run's. After one pass every start makes it with the final ones.
 
     Gradients, buffers (BatchNorm's) and random states are as before; the optimizer has not seen anything.
     """

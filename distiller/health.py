@@ -20,6 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from distiller.errors import AgreedError
+from distiller.line_file import LineFile
 from distiller.ranks import Ranks
 
 BAD_BATCHES_FILE = "bad_batches.jsonl"
@@ -46,7 +47,7 @@ class Health:
 
     def __init__(self, accelerator: Accelerator, ranks: Ranks, run_dir: Path, max_bad_steps: int, skipped: int) -> None:
         self._accelerator, self._ranks, self._max_bad_steps = accelerator, ranks, max_bad_steps
-        self._file = run_dir / BAD_BATCHES_FILE
+        self._file = LineFile(run_dir / BAD_BATCHES_FILE)
         self._open: deque[_Update] = deque()
         self._in_a_row = 0
         self.num_skipped = torch.full((), float(skipped), device=accelerator.device)
@@ -92,8 +93,7 @@ class Health:
         parts = self._ranks.gather((loss if math.isfinite(loss) else str(loss), list(update.sample_ids)))
         if self._ranks.is_main:
             rows = [{"rank": rank, "loss": loss, "sample_ids": ids} for rank, (loss, ids) in enumerate(parts)]
-            with self._file.open("a", encoding="utf-8") as stream:
-                stream.writelines(json.dumps({"step": update.step, **row}) + "\n" for row in rows)
+            self._file.append("".join(json.dumps({"step": update.step, **row}) + "\n" for row in rows))
         if self._in_a_row >= self._max_bad_steps:
             ids = [sample_id for _, part in parts for sample_id in part]
             named = ", ".join(map(str, ids[:MAX_NAMED])) + (", ..." if len(ids) > MAX_NAMED else "")
@@ -102,6 +102,6 @@ class Health:
                 what = f"step {update.step} had"
             raise AgreedError(
                 f"{what} a loss or gradient that is not finite (optim.max_bad_steps {self._max_bad_steps}); the last "
-                f"one's samples are {named}, {self._file} has all; lower optim.lr, set optim.max_grad_norm or look at "
-                "these samples, then continue from the last good checkpoint with --resume"
+                f"one's samples are {named}, {self._file.path} has all; lower optim.lr, set optim.max_grad_norm or "
+                "look at these samples, then continue from the last good checkpoint with --resume"
             )

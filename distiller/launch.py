@@ -68,7 +68,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
     options = {} if request is None else request.options
-    check_compile(recipe, options)
+    check_compile(recipe, options, fsdp is not None and fsdp.version == 1)
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
@@ -93,8 +93,8 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         ),
         kwargs_handlers=handlers,
     )
-    if sharded is not None and on_cpu:
-        shard_on_cpu(accelerator, sharded)
+    if fsdp is not None and sharded is not None and on_cpu:
+        shard_on_cpu(accelerator, fsdp, sharded)
     set_tf32(recipe.train.tf32)
     engine = engine_name(accelerator)
     if accelerator.num_processes != world_size():

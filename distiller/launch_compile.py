@@ -11,8 +11,8 @@ from distiller.config import Recipe
 from distiller.errors import UserError
 
 
-def check_compile(recipe: Recipe, options: Mapping[str, Any]) -> None:
-    """Refuses (UserError) a recipe that contradicts the launch file, or features of compiled blocks."""
+def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = False) -> None:
+    """Refuses (UserError) a recipe that contradicts the launch file, features of compiled blocks, and FSDP1."""
     wanted = recipe.train.compile
     backend = str(options.get("dynamo_backend") or "no").lower()
     mode = str(options.get("dynamo_mode") or "default")
@@ -22,7 +22,13 @@ def check_compile(recipe: Recipe, options: Mapping[str, Any]) -> None:
             f"train.compile is {wanted} and the launch file says {asked} (dynamo_backend {backend}); remove it from "
             "one of the two"
         )
-    if recipe.task.losses.features.weight and (asked if wanted == "auto" else wanted) != "none":
+    chosen = asked if wanted == "auto" else wanted
+    if is_fsdp1 and chosen != "none":
+        raise UserError(
+            f"compilation ({chosen}) is not supported with FSDP1, whose root Accelerate copies; use fsdp_version: 2, "
+            "or do not compile (train.compile=none, and no dynamo_config in the launch file)"
+        )
+    if recipe.task.losses.features.weight and chosen != "none":
         raise UserError(
             "task.losses.features reads the blocks' outputs by hooks, which compiled blocks do not call anew; set its "
             "weight to 0, or do not compile (train.compile=none, and no dynamo_config in the launch file)"

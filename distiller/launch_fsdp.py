@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
@@ -25,7 +26,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecis
 from distiller.errors import UserError
 from distiller.process import world_size
 
-PREFIX = "FSDP_"
+PREFIX, PARALLELISM = "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG"
 CLASSES, SIZE, NO_WRAP = FSDP_AUTO_WRAP_POLICY
 HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 """Sharded inside a machine, replicated over machines; on one machine, what it amounts to."""
@@ -44,6 +45,8 @@ class FsdpLaunch:
         policy: which modules are gathered as one unit: TRANSFORMER_BASED_WRAP (`class_names`, or the student's blocks
             where there are none), SIZE_BASED_WRAP (more than `min_num_params` parameters), NO_WRAP (all at once).
         uses_flat: FSDP1 is asked to show the optimizer flat parameters.
+        loads_on_one_rank: one rank is asked to load the student for all.
+        num_replicas: groups of ranks, each of which holds all shards.
     """
 
     version: int
@@ -55,6 +58,7 @@ class FsdpLaunch:
     min_num_params: int
     uses_flat: bool
     loads_on_one_rank: bool
+    num_replicas: int = 1
 
     @property
     def engine(self) -> str:
@@ -75,8 +79,12 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
     found = parse_fsdp({name.removeprefix(PREFIX): v for name, v in os.environ.items() if name.startswith(PREFIX)})
-    if os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true":
-        _check_parallelism({name.lower(): value for name, value in os.environ.items()}, world_size())
+    if os.environ.get(PARALLELISM, "false").lower() == "true":
+        replicas = _num_replicas({name.lower(): value for name, value in os.environ.items()}, world_size())
+        found = replace(found, num_replicas=replicas)
+        if on_cpu or replicas == 1:
+            # One replica needs no mesh of its own; and without a GPU Accelerate finds no FSDP that could have one.
+            os.environ[PARALLELISM] = "false"
     is_alone = found.version == 1 and world_size() == 1
     if found.strategy == "NO_SHARD" or is_alone:
         if found.offloads:
@@ -98,6 +106,7 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
                 f"{found.strategy} on several machines needs one process for each of a machine's GPUs, and "
                 f"{local_world_size} run on this one; start as many, or use FULL_SHARD"
             )
+        return replace(found, num_replicas=world_size() // local_world_size)
     return found
 
 
@@ -111,9 +120,9 @@ def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
             raise UserError(f"{file}: {key} is {getattr(config, key)!r}, which is not a mapping of keys")
     values = {str(key).removeprefix("fsdp_"): value for key, value in config.fsdp_config.items()}
     values["transformer_cls_to_wrap"] = values.pop("transformer_layer_cls_to_wrap", None)
-    if config.parallelism_config:
-        _check_parallelism(config.parallelism_config, num_processes)
-    return parse_fsdp({key.upper(): str(value) for key, value in values.items() if value is not None})
+    replicas = _num_replicas(config.parallelism_config, num_processes) if config.parallelism_config else 1
+    found = parse_fsdp({key.upper(): str(value) for key, value in values.items() if value is not None})
+    return replace(found, num_replicas=replicas)
 
 
 def parse_fsdp(values: Mapping[str, str]) -> FsdpLaunch:
@@ -167,7 +176,7 @@ def _strategy(values: Mapping[str, str], version: int) -> str:
     return newer
 
 
-def _check_parallelism(values: Mapping[str, Any], num_processes: int) -> None:
+def _num_replicas(values: Mapping[str, Any], num_processes: int) -> int:
     sizes = {
         name: int(values.get(f"parallelism_config_{name}_size") or 1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
@@ -185,6 +194,7 @@ def _check_parallelism(values: Mapping[str, Any], num_processes: int) -> None:
         )
     if sizes["dp_shard"] == 1 and num_processes > 1:
         raise UserError("parallelism_config_dp_shard_size is 1, so FSDP would shard nothing; raise it, or use ddp.yaml")
+    return sizes["dp_replicate"]
 
 
 def _flag(values: Mapping[str, str], key: str, default: str = "false") -> bool:
@@ -265,6 +275,11 @@ def fsdp_plugin(
         notices.append("fsdp_offload_params changes nothing without a GPU: everything is in host memory")
     # Given as an argument it would be a deprecation warning on every rank.
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
+    if fsdp.offloads and precision == "fp16" and not on_cpu:
+        raise UserError(
+            "fsdp_offload_params is true and train.mixed_precision is fp16: torch's loss scaler reads its scale on the "
+            "host before it has arrived there; use bf16 or no, or remove the offload"
+        )
     low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
         # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.
@@ -298,7 +313,13 @@ def fsdp_plugin(
         raise UserError(f"the launch file's FSDP settings are refused: {' '.join(str(error).split())}") from error
 
 
-def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Turns FSDP on over gloo. AcceleratorState does these assignments itself, but only where it has found a GPU."""
-    accelerator.state.fsdp_plugin = plugin
-    accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+def shard_on_cpu(accelerator: Accelerator, fsdp: FsdpLaunch, plugin: FullyShardedDataParallelPlugin) -> None:
+    """Turns FSDP on over gloo. Accelerate makes these assignments itself, but only where it has found a GPU."""
+    state: Any = accelerator.state
+    state.fsdp_plugin = plugin
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+    if fsdp.num_replicas > 1:
+        state.parallelism_config = ParallelismConfig(
+            dp_replicate_size=fsdp.num_replicas, dp_shard_size=accelerator.num_processes // fsdp.num_replicas
+        )
+        state.device_mesh = state.parallelism_config.get_device_mesh("cpu")

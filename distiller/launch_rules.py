@@ -37,18 +37,23 @@ def check_request(request: LaunchRequest) -> None:
     )
     if kind not in KINDS:
         raise UserError(f"{origin}: distributed_type {kind} is not supported; use MULTI_GPU, DEEPSPEED or FSDP")
-    if any(name.startswith("parallelism_config_") for name in request.options) or request.options.get(
-        "use_parallelism_config"
-    ):
+    options = request.options
+    is_parallel = options.get("use_parallelism_config") or any(n.startswith("parallelism_config_") for n in options)
+    # FSDP's own replicas are said there; what else stands there is refused where FSDP's settings are read.
+    if is_parallel and kind != "FSDP":
         raise UserError(
             f"{origin}: parallelism_config is not supported (no tensor, context or sequence parallel student); remove "
             "it, and choose MULTI_GPU, DEEPSPEED or FSDP"
         )
-    if kind in ("DEEPSPEED", "FSDP") and request.use_cpu:
-        name, files = ("DeepSpeed", "ZeRO") if kind == "DEEPSPEED" else ("FSDP", "FSDP")
+    if kind == "DEEPSPEED" and request.use_cpu:
         raise UserError(
-            f"{origin}: use_cpu: true makes Accelerate drop {name} silently; remove it "
-            f"(the {files} files run on a CPU-only machine without it)"
+            f"{origin}: use_cpu: true makes Accelerate drop DeepSpeed silently; remove it "
+            "(the ZeRO files run on a CPU-only machine without it)"
+        )
+    if kind == "FSDP" and request.use_cpu:
+        raise UserError(
+            f"{origin}: use_cpu: true makes Accelerate drop FSDP silently; remove it "
+            "(the FSDP files run on a CPU-only machine without it)"
         )
     if kind in ("NO", "MULTI_CPU") and processes > 1:
         raise UserError(

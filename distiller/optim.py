@@ -61,21 +61,30 @@ def step_unless(optimizer: AcceleratedOptimizer, is_skipped: Tensor) -> None:
 
 
 def average_unless(averages: Sequence[Tensor], values: Sequence[Tensor], weight: float, is_skipped: Tensor) -> None:
-    """averages <- averages + weight * (values - averages), but where `is_skipped` is 1; all float32 on one device.
+    """averages <- averages + weight * (values - averages), but where `is_skipped` (a float32 scalar) is 1.
+
+    Each pair is of one device and one floating dtype; pairs may differ, as where an engine keeps a part on the host.
 
     SGD that ascends `values` with a weight decay of 1 is that formula, bit for bit, and its fused kernel is the one
     that takes a flag from the device; torch's lerp takes none.
     """
-    torch._fused_sgd_(
-        list(averages),
-        list(values),
-        [],
-        lr=weight,
-        weight_decay=1.0,
-        maximize=True,
-        momentum=0.0,
-        dampening=0.0,
-        nesterov=False,
-        is_first_step=False,
-        found_inf=is_skipped,
-    )
+    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
+    for average, value in zip(averages, values, strict=True):
+        ours, theirs = groups.setdefault((average.device, average.dtype), ([], []))
+        ours.append(average)
+        theirs.append(value)
+    for (device, _), (ours, theirs) in groups.items():
+        torch._fused_sgd_(
+            ours,
+            theirs,
+            [],
+            lr=weight,
+            weight_decay=1.0,
+            maximize=True,
+            momentum=0.0,
+            dampening=0.0,
+            nesterov=False,
+            is_first_step=False,
+            # Blocking, as in `step_unless`.
+            found_inf=is_skipped.to(device),
+        )

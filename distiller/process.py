@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 from pathlib import Path
 
 import psutil
@@ -82,6 +83,10 @@ def _signal_at_parents_death(number: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
+
+
 def prepare_environment() -> None:
     """Settings that libraries read while they are imported; called before torch is.
 
@@ -91,6 +96,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    # A filter, not a level: DeepSpeed sets its logger's level when it is imported. Skipped steps are in our metrics.
+    logging.getLogger("DeepSpeed").addFilter(_is_error)
+    # DeepSpeed's calls of torch, once a rank.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not is_main_process():
         logging.disable(logging.WARNING)

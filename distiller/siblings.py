@@ -39,7 +39,7 @@ def loss_of_ranks(detail: str) -> str:
     if missing:
         names = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {world_size()}"
         return f"{names} {'are' if len(missing) > 1 else 'is'} gone; continue with --resume"
-    return f"another rank does not answer ({detail}); look at its machine, then continue with --resume"
+    return f"the ranks lost each other ({detail}); look at what the other ranks said, then continue with --resume"
 
 
 def is_loss_of_ranks(error: BaseException) -> bool:

@@ -24,6 +24,9 @@ from distiller.siblings import loss_of_ranks, missing_ranks, speaks_first
 GRACE_S = 25.0
 """From the first signal to the end of the process; torch's agent kills its ranks 30 s after it was told to stop."""
 
+_END = 0
+"""No signal: tells the thread to end."""
+
 ECHO_S = 2.0
 """Launcher and process group both pass a signal on; what comes later than this is a second request."""
 
@@ -57,9 +60,11 @@ class Stops:
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        # A byte, not the pipe's end: processes that were forked meanwhile hold it open.
+        os.write(self._writer, bytes([_END]))
+        self._thread.join()
         self._handlers = {}
         os.close(self._writer)
-        self._thread.join()
         os.close(self._reader)
 
     @contextmanager
@@ -78,6 +83,8 @@ class Stops:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
         if not self._is_deferred:
+            # Once: the launcher's echo must not interrupt what the first one's exception passes through.
+            self.defer()
             self._raise("outside of the training loop")
 
     def _raise(self, when: str) -> None:
@@ -89,17 +96,17 @@ class Stops:
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._reader], [], [], left_s)[0]:
-                self._end("the update under way and its checkpoint took longer than that")
-            numbers = os.read(self._reader, 1)
-            if not numbers:
+                self._end(f"the update under way and its checkpoint took longer than {GRACE_S:.0f} s")
+            (number,) = os.read(self._reader, 1)
+            if number == _END:
                 return
-            if numbers[0] not in self._handlers:
+            if number not in self._handlers:
                 # Python passes every signal that has a handler on, torch's of ended loader processes too.
                 continue
             if deadline is None:
-                self.requested = self.requested or numbers[0]
+                self.requested = self.requested or number
                 deadline = time.monotonic() + GRACE_S
-            elif numbers[0] != PARENT_GONE and time.monotonic() > deadline - GRACE_S + ECHO_S:
+            elif number != PARENT_GONE and time.monotonic() > deadline - GRACE_S + ECHO_S:
                 self._end("a second signal came")
 
     def _end(self, why: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from distiller.config import Recipe
 from distiller.launch import World
-from distiller.launch_deepspeed import Offload
-from distiller.launch_fsdp import FsdpLaunch
 
 WEIGHTS, GRADIENTS, MOMENTS = 4, 4, 8
 """Bytes a parameter: float32 weights, their gradients, AdamW's two moments."""
@@ -17,27 +15,38 @@ def gpu_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5). FSDP shards all three, but
     keeps whole gradients from the first micro-batch of an update to its last.
     """
-    count, average = world.accelerator.num_processes, WEIGHTS * (recipe.train.ema_decay is not None)
+    count, average = world.accelerator.num_processes, _average(recipe)
     if world.fsdp is not None:
-        held = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS
+        held = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS + average
         gathered = WEIGHTS * (not world.fsdp.shards_weights) + GRADIENTS * (world.accumulation_steps > 1)
-        return int(num_parameters * ((held + average) / count + gathered))
+        return int(num_parameters * (held * world.fsdp.num_replicas / count + gathered))
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(world.engine.removesuffix("-offload"), (1, 1, 1))
     if world.offload.is_any:
-        on_gpu = whole[0] + (world.offload.parameters == "none") * (1 - whole[0]) / count
-        return int(num_parameters * WEIGHTS * on_gpu)
+        weights = whole[0] + (world.offload.parameters == "none") * (1 - whole[0]) / count
+        # Parameters alone may wait outside: their float32 masters, gradients and moments are the optimizer's.
+        optimizers = (WEIGHTS + GRADIENTS + MOMENTS + average) / count * (world.offload.optimizer == "none")
+        return int(num_parameters * (WEIGHTS * weights + optimizers))
     parts = zip((WEIGHTS, GRADIENTS, MOMENTS), whole, strict=True)
     a_parameter = sum(width if is_whole else width / count for width, is_whole in parts)
     return int(num_parameters * (a_parameter + average / count))
 
 
-def host_bytes(num_parameters: int, offload: Offload, fsdp: FsdpLaunch | None, num_processes: int) -> int:
-    """Of the host's memory for one rank: float32 shards of what was moved there.
+def host_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
+    """Of the host's memory for one rank: float32 shards of what was moved there, and a checkpoint's copy of its share.
 
-    With DeepSpeed's optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights. What waits on a disk
-    passes through buffers, which are not counted.
+    With DeepSpeed's optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights; the moving average is
+    where the weights are that it follows. What waits on a disk passes through buffers, which are not counted.
     """
-    is_optimizer_there = offload.optimizer == "cpu" if fsdp is None else fsdp.offloads
-    width = (WEIGHTS + GRADIENTS + MOMENTS) * is_optimizer_there + WEIGHTS * (offload.parameters == "cpu")
-    return num_parameters * width // num_processes
+    count, average = world.accelerator.num_processes, _average(recipe)
+    snapshot = (WEIGHTS + MOMENTS + average) / count
+    if world.fsdp is not None:
+        held = (WEIGHTS + GRADIENTS + MOMENTS + average) * world.fsdp.offloads * world.fsdp.num_replicas
+    else:
+        held = (WEIGHTS + GRADIENTS + MOMENTS) * (world.offload.optimizer == "cpu")
+        held += WEIGHTS * (world.offload.parameters == "cpu") + average * (world.offload.optimizer != "none")
+    return int(num_parameters * (held / count + snapshot))
+
+
+def _average(recipe: Recipe) -> int:
+    return WEIGHTS * (recipe.train.ema_decay is not None)

@@ -14,6 +14,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from distiller.config import Recipe
+from distiller.line_file import LineFile
 from distiller.recipe_file import dump
 
 METRICS_FILE = "metrics.jsonl"
@@ -24,12 +25,12 @@ class Tracker:
     """Rank 0 writes; on other ranks every method does nothing."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, first_step: int, last_step: int) -> None:
-        self._accelerator, self._file = accelerator, Path(recipe.output_dir) / METRICS_FILE
+        self._accelerator, self._file = accelerator, LineFile(Path(recipe.output_dir) / METRICS_FILE)
         self._is_terminal, self._last_step = sys.stderr.isatty(), last_step
         self._bar: tqdm[Any] | None = None
         if not accelerator.is_main_process:
             return
-        _cut_back(self._file, first_step - 1)
+        _cut_back(self._file.path, first_step - 1)
         self._bar = tqdm(
             total=last_step,
             initial=first_step - 1,
@@ -63,8 +64,7 @@ class Tracker:
             return
         # JSON has no infinity: an fp16 overflow's gradient norm is null.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in metrics.items()}
-        with self._file.open("a", encoding="utf-8") as stream:
-            stream.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.append(json.dumps(finite, allow_nan=False) + "\n")
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         self._accelerator.log(numbers, step=metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
@@ -75,10 +75,14 @@ class Tracker:
             left = tqdm.format_interval(left_s)
             print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
 
-    def close(self) -> None:
-        """Closes the bar and the trackers."""
+    def close_bar(self) -> None:
+        """Leaves the bar's line, so that what is said next begins one."""
         if self._bar is not None:
             self._bar.close()
+
+    def close(self) -> None:
+        """Closes the bar and the trackers."""
+        self.close_bar()
         self._accelerator.end_training()
 
 

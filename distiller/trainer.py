@@ -81,7 +81,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
-    saved_at = time.monotonic()
+    saved_at, is_overdue = time.monotonic(), False
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -119,7 +119,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
         elapsed_s = _agreed_elapsed_s(run, saved_at) if is_logged else 0.0
-        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s)
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s) or (is_overdue and step < run.last_step)
         if is_logged:
             metrics = {
                 "step": step,
@@ -135,7 +135,9 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             run.tracker.log(metrics)
         if is_logged or is_saved:
             health.settle()
-        if is_saved and health.is_well:
+        # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
+        is_overdue = is_saved and not health.is_well
+        if is_saved and not is_overdue:
             run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
             saved_at = time.monotonic()
         if is_logged:
@@ -151,9 +153,10 @@ def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
     when = f"at step {step}"
     if step < run.first_step:
         when = f"before step {run.first_step}"
-    elif not health.is_well:
-        when += ", which was left out; the last checkpoint is older"
     else:
+        # A bad update was left out: student and moments are those of the update before, and `num_skipped` says why.
+        if not health.is_well:
+            when += ", which was left out"
         run.checkpoints.finish()
         if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
             run.checkpoints.save(step, int(health.num_skipped), wait=True)

@@ -44,9 +44,12 @@ class Checkpoints:
         self.num_failed = 0
 
     def reserve(self) -> None:
-        """Allocates the snapshot's memory now, so that the first save costs the loop no more than the others."""
+        """Allocates the snapshot's memory now, so that the first save costs the loop no more than the others.
+
+        Every rank calls it. Communicates from host to host; AgreedError where a rank has no such memory.
+        """
         weights = sum(piece.values.nbytes for piece in self._state.pieces("weights"))
-        self._snapshot.reserve(weights * (3 if self._average is None else 4))
+        self._ranks.all_succeed(lambda: self._snapshot.reserve(weights * (3 if self._average is None else 4)))
 
     def remove_stale(self) -> None:
         """Removes what runs that died left half-written. Rank 0 calls it, before anything is saved."""
@@ -166,7 +169,10 @@ class Checkpoints:
         print(line, file=sys.stderr, flush=True)
 
     def _what_is_left(self) -> str:
-        steps = steps_in(self._folder)
+        try:
+            steps = steps_in(self._folder)
+        except OSError as error:
+            return f"{self._folder} cannot be read ({error.strerror})"
         return f"the newest one is step-{steps[-1]}" if steps else "there is none yet"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,14 @@ class _Entry:
 
 
 class Snapshot:
-    """Buffers that are allocated once and used again; page-locked beside a GPU, which then copies at full speed."""
+    """Buffers that are allocated once and used again; page-locked beside a GPU, which then copies at full speed.
+
+    Where the system locks no more pages (`ulimit -l`, a container's limit), the rest is pageable, and stderr says so.
+    """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
         self._device, self._buffer_bytes = device, buffer_bytes
+        self._locks_pages = device.type == "cuda"
         self._buffers: list[Tensor] = []
         self._entries: list[_Entry] = []
         self.num_bytes = 0
@@ -46,8 +51,7 @@ class Snapshot:
     def reserve(self, num_bytes: int) -> None:
         """Allocates for this many bytes now: page-locking takes a second for some GiB."""
         while self.held_bytes < num_bytes:
-            on_gpu = self._device.type == "cuda"
-            self._buffers.append(torch.empty(self._buffer_bytes, dtype=torch.uint8, pin_memory=on_gpu))
+            self._buffers.append(self._allocate())
 
     def take(self, pieces: Iterable[tuple[StoredKind, Piece]]) -> None:
         """Copies pieces in place of what was here, and returns when they are in host memory."""
@@ -72,6 +76,21 @@ class Snapshot:
                     view = view[stream.write(view) :]
             os.fsync(stream.fileno())
         return StoredFile(size, digest.hexdigest())
+
+    def _allocate(self) -> Tensor:
+        if self._locks_pages:
+            try:
+                return _page_locked(self._buffer_bytes)
+            except RuntimeError as error:
+                self._locks_pages = False
+                reason = str(error).splitlines()[0]
+                print(
+                    f"note: no page-locked memory for checkpoints ({reason}); pageable memory is used, and a save "
+                    "stops the loop for longer",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        return torch.empty(self._buffer_bytes, dtype=torch.uint8)
 
     def _copy(self, values: Tensor) -> None:
         """Appends bytes; a piece may lie across two buffers."""
@@ -102,3 +121,7 @@ class Snapshot:
             count = min(self._buffer_bytes, self.num_bytes - number * self._buffer_bytes)
             if count > 0:
                 yield memoryview(buffer.numpy())[:count]
+
+
+def _page_locked(num_bytes: int) -> Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)

@@ -7,6 +7,7 @@ find out when they next meet, and rank 0's thread is told to stop waiting.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import shutil
@@ -84,30 +85,38 @@ class Writing:
         if failed is not None:
             self._is_hopeless.set()
         self._thread.join()
-        return self._failure or failed
+        return failed or self._failure
 
     def _run(self) -> None:
-        note: dict[str, Any]
         try:
-            note = asdict(self._snapshot.write(self._place.partial / rank_file(self._rank, self._world_size)))
-        except OSError as error:
-            self._own_failure = described(error, self._place)
-            note = {"failure": self._own_failure}
-            # Room for the note, and for others.
-            (self._place.partial / rank_file(self._rank, self._world_size)).unlink(missing_ok=True)
-        try:
-            write_durably(self._note(self._rank), json.dumps(note))
-        except OSError as error:
+            self._write_own()
+        except Exception as error:
             self._own_failure = self._own_failure or described(error, self._place)
-        self._is_written.set()
+        finally:
+            # Whatever happened: the main thread waits for it.
+            self._is_written.set()
         if self._rank == 0:
             try:
                 self._failure = self._complete()
-            except OSError as error:
+            except Exception as error:
                 self._failure = described(error, self._place)
             if self._failure is not None:
                 shutil.rmtree(self._place.partial, ignore_errors=True)
                 self._announce(self._failure)
+
+    def _write_own(self) -> None:
+        """This rank's file and its note; the note of a failure where there is no file."""
+        file = self._place.partial / rank_file(self._rank, self._world_size)
+        note: dict[str, Any]
+        try:
+            note = asdict(self._snapshot.write(file))
+        except Exception as error:
+            self._own_failure = described(error, self._place)
+            note = {"failure": self._own_failure}
+            # Room for the note, and for others. What failed may be the file system itself.
+            with contextlib.suppress(OSError):
+                file.unlink(missing_ok=True)
+        write_durably(self._note(self._rank), json.dumps(note))
 
     def _complete(self) -> str | None:
         files: dict[str, StoredFile] = {}
@@ -161,14 +170,17 @@ def remove(folder: Path) -> None:
         shutil.rmtree(removed, ignore_errors=True)
 
 
-def described(error: OSError, place: Place) -> str:
+def described(error: Exception, place: Place) -> str:
     """A failure in words: the folder, and where it is for room, how much is needed and how much there is."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{place.target}: {error.strerror}"
-    return lacking(place, error.strerror)
+    if not isinstance(error, OSError):
+        return f"{place.target}: {type(error).__name__}: {error}"
+    reason = error.strerror or str(error)
+    return lacking(place, reason) if error.errno in (errno.ENOSPC, errno.EDQUOT) else f"{place.target}: {reason}"
 
 
 def lacking(place: Place, reason: str) -> str:
-    """`reason`, with the bytes that a checkpoint needs and the ones that are free."""
-    free = shutil.disk_usage(place.target.parent).free
-    return f"{place.target}: {reason}; {place.num_bytes:,} bytes are needed and {free:,} are free"
+    """`reason`, with the bytes that a checkpoint needs and, where the file system says so, the ones that are free."""
+    text = f"{place.target}: {reason}; {place.num_bytes:,} bytes are needed"
+    with contextlib.suppress(OSError):
+        text += f" and {shutil.disk_usage(place.target.parent).free:,} are free"
+    return text

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
-from distiller.student_state.sharded import MomentsOf, load_moments, load_scaler, read_counters
+from distiller.student_state.torch_adamw import MomentsOf, load_moments, load_scaler, read_counters
 
 
 class Fsdp1State(StudentState):

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
 from distiller.student_state.module import SavedTensors
-from distiller.student_state.sharded import MomentsOf, load_moments, load_scaler, read_counters
+from distiller.student_state.torch_adamw import MomentsOf, load_moments, load_scaler, read_counters
 
 
 class Fsdp2State(StudentState):

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 
 
 class Lockstep:
-    """Runs functions in threads of which only one is awake at a time; they change turns in `pause`."""
+    """Runs functions in threads of which only one is awake at a time; they change turns in `pause`.
+
+    The threads stay for the next time: torch keeps cuDNN's plans by thread, and a new one would choose each anew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._pool: ThreadPoolExecutor | None = None
+        self._num_threads = 0
         self._turns: list[threading.Semaphore] = []
         self._alive: list[bool] = []
         self._numbers: dict[int, int] = {}
@@ -50,12 +56,10 @@ class Lockstep:
                 del self._numbers[threading.get_ident()]
                 self._hand_over(number)
 
-        threads = [threading.Thread(target=body, args=(number,)) for number in range(len(functions))]
-        for thread in threads:
-            thread.start()
+        pool = self._threads(len(functions))
+        futures = [pool.submit(body, number) for number in range(len(functions))]
         self._turns[0].release()
-        for thread in threads:
-            thread.join()
+        wait(futures)
         if self._failure is not None:
             raise self._failure
         return results
@@ -69,6 +73,17 @@ class Lockstep:
             self._turns[number].acquire()
         if self._failure is not None:
             raise RuntimeError("another forward pass of this step failed") from self._failure
+
+    def close(self) -> None:
+        """Ends the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+
+    def _threads(self, count: int) -> ThreadPoolExecutor:
+        if self._pool is None or self._num_threads < count:
+            self.close()
+            self._pool, self._num_threads = ThreadPoolExecutor(count, thread_name_prefix="lockstep"), count
+        return self._pool
 
     def _hand_over(self, number: int) -> bool:
         """Wakes the next one that is alive; whether there was another."""

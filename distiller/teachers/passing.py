@@ -70,6 +70,7 @@ class PassingModules:
     def close(self) -> None:
         """Waits for copies under way, and lets modules and buffers go."""
         self._ring.close()
+        self._lockstep.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

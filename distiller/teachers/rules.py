@@ -20,7 +20,7 @@ class Rule:
 
     Attributes:
         gpu, host: the teacher's memory on each rank's GPU, and in the node's host memory.
-        beside_ddp, beside_zero: how it runs beside a student under DDP (or alone), and under DeepSpeed.
+        beside_ddp, beside_zero: how it runs beside a student under DDP or FSDP (or alone), and under DeepSpeed.
         communicates: what passes between ranks in a step.
     """
 
@@ -83,7 +83,7 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
 
 def table() -> str:
     """The rules as a Markdown table."""
-    heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP or alone", "beside ZeRO")
+    heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP, FSDP or alone", "beside ZeRO")
     rows = ["| " + " | ".join((*heads, "int8", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
     for name, rule in RULES.items():
         int8 = "yes" if name in QUANTIZED_PLACEMENTS else "no"

@@ -108,27 +108,27 @@ def roll_out(
         f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing[0])} of {len(shards)} shards to draw"
     )
     started, scheduler = time.perf_counter(), load_scheduler(files)
-    bar = tqdm(
+    # Closed by `with` when the stage is cut short: what is said then begins a line.
+    with tqdm(
         total=rounds,
         desc="rollout",
         unit="shard",
         disable=not accelerator.is_main_process,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
-    )
-    for turn in range(rounds):
-        mine = turn * world_size + rank
-        # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
-        number = missing[0][min(mine, len(missing[0]) - 1)]
-        tensors = _draw_shard(
-            plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index
-        )
-        if mine < len(missing[0]):
-            temporary = stage.partial / f".{_shard_name(number)}.{rank}"
-            save_file(tensors, temporary)
-            temporary.replace(stage.partial / _shard_name(number))
-        bar.update()
-    bar.close()
+    ) as bar:
+        for turn in range(rounds):
+            mine = turn * world_size + rank
+            # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
+            number = missing[0][min(mine, len(missing[0]) - 1)]
+            tensors = _draw_shard(
+                plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index
+            )
+            if mine < len(missing[0]):
+                temporary = stage.partial / f".{_shard_name(number)}.{rank}"
+                save_file(tensors, temporary)
+                temporary.replace(stage.partial / _shard_name(number))
+            bar.update()
     if accelerator.is_main_process:
         # Files, not a collective: the last shard of another rank may take longer than a collective's time-out.
         while not all((stage.partial / _shard_name(number)).is_file() for number in range(len(shards))):

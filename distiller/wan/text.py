@@ -49,9 +49,10 @@ def encode_prompts(
     pipeline = load_text_encoder(files, dtype, device)
     rows: list[Tensor] = []
     starts = range(0, len(prompts), batch_size)
-    for start in tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False):
-        part = prompts[start : start + batch_size]
-        rows += [row.cpu() for row in _encode(pipeline, part, stage.key["max_sequence_length"])]
+    with tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False) as bar:
+        for start in bar:
+            part = prompts[start : start + batch_size]
+            rows += [row.cpu() for row in _encode(pipeline, part, stage.key["max_sequence_length"])]
     stage.partial.mkdir(parents=True, exist_ok=True)
     tensors = {"tokens": torch.cat(rows), "lengths": torch.tensor([len(row) for row in rows])}
     save_file(tensors, stage.partial / EMBEDS_FILE)

@@ -66,11 +66,12 @@ def encode_images(
     vae = Vae(files, device)
     stage.partial.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), batch_size)
-    for first in tqdm(starts, desc="encode images", unit="batch", dynamic_ncols=True, leave=False):
-        part = range(first, min(first + batch_size, len(images)))
-        pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
-        tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}
-        save_file(tensors, stage.partial / f"images-{first // batch_size:06d}.safetensors")
+    with tqdm(starts, desc="encode images", unit="batch", dynamic_ncols=True, leave=False) as bar:
+        for first in bar:
+            part = range(first, min(first + batch_size, len(images)))
+            pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
+            tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}
+            save_file(tensors, stage.partial / f"images-{first // batch_size:06d}.safetensors")
     captions = "".join(f"{caption}\n" for _, caption in images)
     (stage.partial / PROMPTS_FILE).write_text(captions, encoding="utf-8")
     stage.finish()

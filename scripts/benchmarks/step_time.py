@@ -5,7 +5,8 @@
 The pipeline is made once on disk: random weights, with the packaged digits' text encoder, tokenizer and VAE, so text is
 64 wide and latents have 4 channels. Prints one table; beside each row stands the limit: the teacher's forward and the
 student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and token), which ignores
-attention and everything that is not a matrix product.
+attention and everything that is not a matrix product. Host memory is rank 0's resident set at the
+end; the loss is the last step's, which is equal under every engine but for rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -45,14 +48,15 @@ def make_pipeline(folder: Path, model: str) -> int:
     return sum(parameter.numel() for parameter in transformer.parameters())
 
 
-def measure(folder: Path, name: str, side: int, batch_size: int, options: list[str]) -> dict[str, float]:
-    """Runs a few steps through a launch file and returns the last logged metrics."""
+def measure(folder: Path, name: str, side: int, batch_size: int, options: list[str]) -> dict[str, Any]:
+    """Runs a few steps through a launch file and returns the last logged metrics and the summary."""
     output_dir = folder / f"run-{name}-{len(list(folder.glob('run-*')))}"
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "distiller", "train"]
     command += [str(folder / "recipe.yaml"), f"output_dir={output_dir}", f"train.batch_size={batch_size}"]
     subprocess.run([*command, f"task.height={side}", f"task.width={side}", *options], cwd=ROOT, check=True)
-    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((output_dir / "summary.json").read_text())
+    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1]) | summary
 
 
 def main() -> None:
@@ -64,9 +68,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--student-layers", type=int, default=10)
     parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--minutes", type=float, default=1e9, help="start no further row after so long")
+    parser.add_argument("--checkpointing", choices=["both", "true", "false"], default="both", help="of activations")
     parser.add_argument("--option", action="append", default=[], help="recipe override for every row")
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         parameters = make_pipeline(folder / "pipeline", options.model)
@@ -84,25 +90,44 @@ def main() -> None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         rows = []
         for name in options.launch or ["single_gpu"]:
-            for checkpointing in ("false", "true"):
+            for checkpointing in ("false", "true") if options.checkpointing == "both" else (options.checkpointing,):
+                if time.perf_counter() - began > 60 * options.minutes:
+                    break
                 extra = [f"train.gradient_checkpointing={checkpointing}", *options.option]
-                metrics = measure(folder, name, options.side, options.batch_size, extra)
-                summary = json.loads(next(folder.glob(f"run-{name}-*/summary.json")).read_text())
-                rows.append((name, checkpointing, metrics, summary["student_params"]))
+                try:
+                    metrics = measure(folder, name, options.side, options.batch_size, extra)
+                except subprocess.CalledProcessError:
+                    print(f"{name}: failed, see above", file=sys.stderr)
+                    continue
+                rows.append((name, checkpointing, metrics))
     tokens = options.batch_size * (options.side // 16) ** 2
     peak = peak_flops(device, "bf16")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"\n{options.model}: {parameters / 1e9:.2f} B parameters, {tokens} tokens a rank and step")
     print(f"{where}, torch {torch.__version__}; milliseconds a step")
-    columns = ["launch file   ", "checkpointing", "   step", "teacher", "student", "optimiz", "   data", "GPU peak GiB"]
+    columns = [
+        "launch file   ",
+        "checkpointing",
+        "   step",
+        "teacher",
+        "student",
+        "optimiz",
+        "   data",
+        "GPU peak GiB",
+        "host GiB",
+        "last loss",
+    ]
     print(" | ".join([*columns, "limit: teacher, student"]))
-    for name, checkpointing, metrics, student_parameters in rows:
+    for name, checkpointing, metrics in rows:
         times = [metrics[f"perf/{part}_ms"] for part in ("step", "teacher", "student", "optimizer", "data")]
         shown = " | ".join("   - " if value is None else f"{value:7.1f}" for value in times)
-        limits = [1e3 * flop * tokens / peak for flop in (2 * parameters, 6 * student_parameters)] if peak else []
+        limits = (
+            [1e3 * flop * tokens / peak for flop in (2 * parameters, 6 * metrics["student_params"])] if peak else []
+        )
         memory = metrics["memory/gpu_peak_gib_max"]
         print(
             f"{name:14} | {checkpointing:13} | {shown} | {memory if memory is None else round(memory, 2)} | "
+            f"{metrics['memory/host_rss_gib']:8.1f} | {metrics['loss']:.6f} | "
             + ", ".join(f"{limit:.1f}" for limit in limits)
         )
 

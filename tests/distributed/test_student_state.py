@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from distiller.student_state.base import KINDS, Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
 from tests.distributed.ranks import on_ranks
 
-WIDTH = 13
+WIDTH, WIDE = 13, 801
 CPU = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
 BOTH = CPU | {"offload_param": {"device": "cpu", "pin_memory": False}}
 ENGINES: dict[str, tuple[str, dict[str, Any] | None]] = {
@@ -38,20 +38,30 @@ ENGINES: dict[str, tuple[str, dict[str, Any] | None]] = {
     "zero3, offloaded": ("no", {"stage": 3, **BOTH}),
     "zero3, offloaded, small sub-groups, bf16": ("bf16", {"stage": 3, "sub_group_size": 100, **BOTH}),
 }
+ON_DISK = "zero3, on disk"
+"""With a student that is large enough for DeepSpeed to swap (1 MiB a tensor and rank); needs libaio."""
+ENGINES[ON_DISK] = (
+    "no",
+    {
+        "stage": 3,
+        "offload_optimizer": {"device": "nvme", "pin_memory": False, "buffer_count": 5},
+        "offload_param": {"device": "nvme", "pin_memory": False, "buffer_count": 8, "buffer_size": 1_000_000},
+    },
+)
 BETWEEN = {"zero2": "zero3, offloaded", "zero3, offloaded": "ddp", "ddp": "zero2, offloaded", "zero1, bf16": "zero3"}
 
 
 class Student(nn.Module):
     """Sizes that no number of ranks divides, a tied weight, a vector, a frozen parameter, and buffers of two dtypes."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.first = nn.Linear(5, WIDTH)
-        self.inner = nn.Linear(WIDTH, WIDTH, bias=False)
-        self.again = nn.Linear(WIDTH, WIDTH)
+        self.first = nn.Linear(5, width)
+        self.inner = nn.Linear(width, width, bias=False)
+        self.again = nn.Linear(width, width)
         self.again.weight = self.inner.weight
-        self.shift = nn.Parameter(torch.ones(WIDTH), requires_grad=False)
-        self.last = nn.Linear(WIDTH, 3)
+        self.shift = nn.Parameter(torch.ones(width), requires_grad=False)
+        self.last = nn.Linear(width, 3)
         self.register_buffer("mean", torch.zeros(3))
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
@@ -59,7 +69,7 @@ class Student(nn.Module):
         hidden = self.again(torch.tanh(self.inner(torch.tanh(self.first(x))))) + self.shift
         output = self.last(hidden)
         with torch.no_grad():
-            self.mean.lerp_(output.mean(0), 0.1)
+            self.mean.lerp_(output.mean(0).to(self.mean.dtype), 0.1)
             self.count += 1
         return output
 
@@ -81,9 +91,9 @@ class Trained:
                 "data_types": {"grad_accum_dtype": "fp32"},
                 "zero_optimization": {**zero},
             }
-            if zero.get("offload_optimizer", {}).get("device") == "nvme":
+            if name == ON_DISK:
                 for part in ("offload_optimizer", "offload_param"):
-                    config["zero_optimization"][part] = zero[part] | {"nvme_path": str(folder / "swap")}
+                    config["zero_optimization"][part] = zero[part] | {"nvme_path": str(folder)}
             plugin = DeepSpeedPlugin(hf_ds_config=config)
         self.accelerator = Accelerator(
             cpu=zero is None,
@@ -92,7 +102,7 @@ class Trained:
             kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
         )
         torch.manual_seed(0)
-        module = Student()
+        module = Student(WIDE if name == ON_DISK else WIDTH)
         optimizer = build_optimizer(module, Optim(lr=0.05, weight_decay=0.1, betas=(0.8, 0.95)))
         self.student, self.optimizer = self.accelerator.prepare(module, optimizer)
         self.state: StudentState = open_state(
@@ -108,6 +118,7 @@ class Trained:
             set_learning_rate(self.optimizer, 0.05 / (1 + step))
             loss = self.student(x.to(dtype)).float().square().mean()
             self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.student.parameters(), 0.5)
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(loss.item())
@@ -140,7 +151,7 @@ def _joined(runs: list[tuple[int, Tensor]], shape: tuple[int, ...]) -> Tensor:
 
 def _loaded(name: str, folder: Path, whole: dict[tuple[Kind, str], Tensor], counters: Counters) -> Trained:
     trained = Trained(name, folder)
-    trained.state.load(lambda kind, tensor, start, count: whole[kind, tensor][start : start + count], counters)
+    trained.state.load(lambda kind, tensor, start, count: whole[kind, tensor][start : start + count].clone(), counters)
     return trained
 
 
@@ -181,8 +192,13 @@ def _equal(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> list[Any]:
 
 def every_engine(names: list[str], folder: Path) -> dict[str, Any]:
     """All engines in one start of the ranks: DeepSpeed takes long to import."""
+    from deepspeed.ops.op_builder.cpu import AsyncIOBuilder
+
     results: dict[str, Any] = {}
     for name in names:
+        if name == ON_DISK and not AsyncIOBuilder().is_compatible():
+            results[name] = None
+            continue
         try:
             results[name] = _one_engine(name, folder / name.replace(", ", "-"))
         except Exception:
@@ -190,16 +206,42 @@ def every_engine(names: list[str], folder: Path) -> dict[str, Any]:
     return results
 
 
+QUICK = ["ddp", "zero2", "zero3, offloaded"]
+SAME = [name for name, (precision, _) in ENGINES.items() if precision == "no" and name not in ("ddp", ON_DISK)]
+REST = [name for name in ENGINES if name not in QUICK]
+
+
 @pytest.fixture(scope="module")
-def done(tmp_path_factory) -> Iterator[list[dict[str, Any]]]:
+def quick(tmp_path_factory) -> list[dict[str, Any]]:
     pytest.importorskip("deepspeed")
-    return on_ranks(2, every_engine, list(ENGINES), tmp_path_factory.mktemp("state"), timeout_s=280)  # type: ignore[return-value]
+    return on_ranks(2, every_engine, QUICK, tmp_path_factory.mktemp("state"), timeout_s=280)
 
 
-@pytest.mark.parametrize("name", list(ENGINES))
-def test_a_loaded_engine_goes_on_bit_for_bit(done, name):
-    for result in (of_rank[name] for of_rank in done):
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory) -> list[dict[str, Any]]:
+    pytest.importorskip("deepspeed")
+    return on_ranks(2, every_engine, REST, tmp_path_factory.mktemp("state"), timeout_s=560)
+
+
+def engines(names: Iterable[str]) -> list[Any]:
+    """Names as a test's parameters; the first three stand for the others where time is short."""
+    marks = [pytest.mark.slow, pytest.mark.timeout(600)]
+    return [name if name in QUICK else pytest.param(name, marks=marks) for name in names]
+
+
+def results_of(request: pytest.FixtureRequest, name: str) -> list[dict[str, Any]]:
+    """What each rank found out about an engine."""
+    found = [of_rank[name] for of_rank in request.getfixturevalue("quick" if name in QUICK else "rest")]
+    for result in found:
         assert not isinstance(result, str), result
+        if result is None:
+            pytest.skip("DeepSpeed needs libaio for this")
+    return found
+
+
+@pytest.mark.parametrize("name", engines(ENGINES))
+def test_a_loaded_engine_goes_on_bit_for_bit(request, name):
+    for result in results_of(request, name):
         assert result["kinds before"] == {"weights"}
         assert result["updates"] == 3
         assert result["same at once"] == []
@@ -207,18 +249,16 @@ def test_a_loaded_engine_goes_on_bit_for_bit(done, name):
         assert result["same at the end"] == []
 
 
-@pytest.mark.parametrize("name", list(BETWEEN))
-def test_another_engine_continues_it(done, name):
-    """Different kernels and reduction orders: measured 1e-8, and 4e-3 where a bfloat16 run goes on in float32."""
-    result = done[0][name]
-    assert not isinstance(result, str), result
-    assert result["other"] <= (2e-2 if "bf16" in name else 1e-6)
+@pytest.mark.parametrize("name", engines(BETWEEN))
+def test_another_engine_continues_it(request, name):
+    """Other kernels and orders of reduction: measured 8e-9, and 5e-4 where a bfloat16 run goes on in float32."""
+    for result in results_of(request, name):
+        assert result["other"] <= (2e-2 if "bf16" in name else 1e-6)
 
 
-def test_all_engines_hold_the_same(done):
+@pytest.mark.parametrize("name", engines(SAME))
+def test_all_engines_hold_the_same(request, name):
     """After three updates in float32 the same numbers under the same names, buffers of rank 0 included."""
-    reference = done[0]["ddp"]["whole"]
-    for name in (name for name, (precision, _) in ENGINES.items() if precision == "no"):
-        ours = done[0][name]["whole"]
-        assert ours.keys() == reference.keys()
-        assert all(ours[key] == pytest.approx(reference[key], abs=1e-6) for key in ours)
+    reference, ours = results_of(request, "ddp")[0]["whole"], results_of(request, name)[0]["whole"]
+    assert ours.keys() == reference.keys()
+    assert all(ours[key] == pytest.approx(reference[key], abs=1e-6) for key in ours)

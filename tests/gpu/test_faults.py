@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from distiller import draws
+from distiller.average import MovingAverage
+from distiller.student_state.plain import PlainState
 from distiller.trainer import train
-from distiller.weights import MovingAverage
 from tests import toys
 from tests.launch.launching import CONFIGS, begin, launch
 from tests.launch.test_bad_batches import make_toy
@@ -61,7 +61,7 @@ def test_a_healthy_update_makes_the_host_wait_for_nothing(tmp_path):
     """With a moving average; the first and the last update are logged, which waits."""
     recipe = toy_recipe(tmp_path, batch_size=8, log_every=100)
     run = build_toy_run(recipe, task=WaitlessTask(), teacher=DeviceTeacher(), cpu=False)
-    run.average = MovingAverage(run.accelerator, run.student, 0.9)
+    run.average = MovingAverage(PlainState(run.accelerator, run.student, run.optimizer), 0.9)
     try:
         train(run)
     finally:

@@ -42,6 +42,11 @@ NOT_RUN = {
         "accelerate launch --config_file accelerate_configs/zero3_nvme.yaml --offload_param_nvme_path /local/nvme "
         "-m distiller train my-wan.yaml",
     ],
+    "resuming.md": [
+        "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/benchmarks/checkpoints.py --model "
+        "wan-1.3b",
+        "distiller export outputs/my-wan/checkpoints/step-400 --output my-student",
+    ],
     "MODEL_LOADING_STRATEGIES.md": ["torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b"],
     "MULTI_GPU.md": [
         "accelerate launch --config_file accelerate_configs/ddp.yaml --num_processes 4 -m distiller train my-wan.yaml",
@@ -71,7 +76,16 @@ SHORTER_WORDS = {
 SAME_ENVIRONMENT = "make_environment() { :; }\n"
 
 # What a run writes, beside the files of the checkout, and files that documents make up.
-RUN_FILES = {"recipe.yaml", "metrics.jsonl", "summary.json", "samples.png", "prompts.txt", "metadata.jsonl"}
+RUN_FILES = {
+    "progress.json",
+    "recipe.yaml",
+    "metrics.jsonl",
+    "bad_batches.jsonl",
+    "summary.json",
+    "samples.png",
+    "prompts.txt",
+    "metadata.jsonl",
+}
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
 FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"

@@ -101,7 +101,7 @@ def test_a_rank_that_does_not_answer_is_ended_when_the_time_is_up(toy, tmp_path)
     os.kill(running.rank(0), signal.SIGTERM)
     running.wait_until(lambda: bool(running.lines), 35)
     assert 20 < time.monotonic() - begun < 35
-    words = "SIGTERM, and the update under way and its checkpoint took longer than that; killed, continue with --resume"
+    words = "SIGTERM, and the update under way and its checkpoint took longer than 25 s; killed, continue with --resume"
     assert running.lines == [f"distiller: {words}"]
     os.kill(stopped, signal.SIGCONT)
     running.wait_until_gone(60)

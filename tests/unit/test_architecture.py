@@ -9,7 +9,7 @@ PACKAGE = Path(distiller.__file__).parent
 # Lower layers first; a module may import from its own layer and from lower ones.
 LAYERS = [
     ["errors", "__init__"],
-    ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits"],
+    ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits", "line_file"],
     ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
     ["stopping", "machines"],
     ["teacher_config"],

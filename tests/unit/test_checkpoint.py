@@ -6,13 +6,14 @@ import os
 import threading
 from collections import namedtuple
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from distiller.average import MovingAverage
-from distiller.checkpoint import saving, snapshot
+from distiller.checkpoint import saving, snapshot, writing
 from distiller.checkpoint.format import dump_progress, parse_progress, rank_file
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import latest_step
@@ -56,6 +57,16 @@ def test_a_snapshot_is_a_safetensors_file_wherever_its_buffers_end(tmp_path, buf
     }
 
 
+def test_pageable_memory_serves_where_none_can_be_locked(monkeypatch, capsys):
+    monkeypatch.setattr(snapshot, "_page_locked", Mock(side_effect=RuntimeError("CUDA error: out of memory\nmore")))
+    shot = Snapshot(torch.device("cuda"), buffer_bytes=64)
+    shot.reserve(200)
+    assert shot.held_bytes == 256
+    said = capsys.readouterr().err
+    assert "(CUDA error: out of memory)" in said
+    assert said.count("\n") == 1
+
+
 def test_what_is_saved_is_loaded_and_old_ones_go(tmp_path, state):
     average = MovingAverage(state, 0.5)
     ours = checkpoints(tmp_path, state, average=average)
@@ -63,7 +74,7 @@ def test_what_is_saved_is_loaded_and_old_ones_go(tmp_path, state):
     ours.remove_stale()
     for step in (2, 4, 6):
         state.fill(step)
-        average.update()
+        average.update(torch.zeros(()))
         ours.save(step, skipped_steps=1)
     ours.finish()
     folder = tmp_path / "checkpoints"
@@ -125,6 +136,32 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, mo
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2"]
     ours.save(6, 0, wait=True)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2", "step-6"]
+
+
+@pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
+def test_a_file_system_that_fails_as_a_whole_keeps_nobody_waiting(tmp_path, state, monkeypatch, capsys, code):
+    """Writing, removing and asking for room all fail: the main thread hears of it, and the next save works."""
+    ours = checkpoints(tmp_path, state)
+    room = namedtuple("usage", "total used free")(10**9, 0, 10**9)
+    with monkeypatch.context() as patch:
+        fail_always = Mock(side_effect=OSError(code, os.strerror(code)))
+        patch.setattr(Snapshot, "write", fail_always)
+        patch.setattr(writing, "write_durably", fail_always)
+        patch.setattr(Path, "unlink", fail_always)
+        # The first answer is for the check before anything is written.
+        patch.setattr(writing.shutil, "disk_usage", Mock(side_effect=[room, *[fail_always.side_effect] * 9]))
+        ours.save(2, 0)
+        ours.finish()
+    said = capsys.readouterr().err
+    assert f"step-2: {os.strerror(code)}" in said
+    assert said.count("\n") == 1
+    ours.save(4, 0, wait=True)
+
+
+def test_a_failure_that_is_no_file_s_is_said_too(tmp_path, state, monkeypatch):
+    monkeypatch.setattr(Snapshot, "write", Mock(side_effect=KeyError("a dtype")))
+    with pytest.raises(AgreedError, match=r"step-2: KeyError: 'a dtype'"):
+        checkpoints(tmp_path, state).save(2, 0, wait=True)
 
 
 def test_the_last_save_ends_the_run_where_it_fails(tmp_path, state, monkeypatch, capsys):

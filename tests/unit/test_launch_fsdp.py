@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import builtins
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,10 +17,13 @@ from accelerate.commands.menu import BulletMenu
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 
-from distiller.build import state_bytes
 from distiller.errors import UserError
+from distiller.launch import World
+from distiller.launch_compile import check_compile
+from distiller.launch_deepspeed import Offload
 from distiller.launch_fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
 from distiller.recipe_file import parse
+from distiller.student_size import gpu_bytes, host_bytes
 from tests import toys
 from tests.launch.launching import CONFIGS
 
@@ -240,18 +244,38 @@ def test_settings_reach_accelerate_s_plugin(monkeypatch):
     assert not policy.cast_forward_inputs
 
 
-def test_the_student_s_reservation_follows_the_shards(tmp_path):
-    recipe = parse(toys.recipe(tmp_path, tmp_path))
-    fsdp = parse_fsdp({"VERSION": "2"})
-    assert state_bytes(100, "fsdp2", recipe, 4, fsdp) == 100 * 16 // 4
-    whole = parse_fsdp({"VERSION": "2", "RESHARD_AFTER_FORWARD": "false"})
-    assert state_bytes(100, "fsdp2", recipe, 4, whole) == 100 * (16 // 4 + 4)
-    assert state_bytes(100, "fsdp2", recipe, 4, parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"})) == 0
-    accumulated = recipe.model_copy(
-        update={"train": recipe.train.model_copy(update={"gradient_accumulation_steps": 2})}
-    )
-    assert state_bytes(100, "fsdp2", accumulated, 4, fsdp) == 100 * (16 // 4 + 4)
+@pytest.mark.parametrize("average", [0, 4])
+def test_the_student_s_reservation_follows_the_shards(tmp_path, average):
+    ranks = cast(Any, SimpleNamespace(num_processes=4))
+    recipe = parse(toys.recipe(tmp_path, tmp_path, train={"ema_decay": 0.9} if average else {}))
+
+    def size(accumulation_steps: int = 1, **settings: str) -> tuple[int, int]:
+        fsdp = parse_fsdp({"VERSION": "2", **settings})
+        world = World(ranks, "fsdp2", "no", accumulation_steps, Offload(), fsdp, ())
+        return gpu_bytes(100, recipe, world), host_bytes(100, recipe, world)
+
+    held, snapshot = 100 * (16 + average) // 4, 100 * (12 + average) // 4
+    assert size() == (held, snapshot)
+    assert size(RESHARD_AFTER_FORWARD="false") == (held + 400, snapshot)
+    assert size(OFFLOAD_PARAMS="true") == (0, held + snapshot)
+    assert size(accumulation_steps=2) == (held + 400, snapshot)
 
 
 def test_the_default_file_is_looked_for_where_accelerate_writes_it():
     assert default_config_file.endswith("accelerate/default_config.yaml")
+
+
+def test_a_loss_scale_and_offload_do_not_go_together():
+    offloaded = parse_fsdp({"VERSION": "2", "OFFLOAD_PARAMS": "true"})
+    with pytest.raises(UserError, match=r"fsdp_offload_params is true and train.mixed_precision is fp16"):
+        fsdp_plugin(offloaded, ("Linear",), "fp16", False, [])
+
+
+def test_compilation_is_refused_with_the_older_fsdp_alone(tmp_path):
+    recipe = parse(toys.recipe(tmp_path, tmp_path, train={"max_steps": 1, "compile": "default"}))
+    check_compile(recipe, {}, is_fsdp1=False)
+    with pytest.raises(UserError, match="not supported with FSDP1"):
+        check_compile(recipe, {}, is_fsdp1=True)
+    contradicting = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}
+    with pytest.raises(UserError, match=r"train.compile is default and the launch file says max-autotune"):
+        check_compile(recipe, contradicting)

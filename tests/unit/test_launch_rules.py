@@ -2,15 +2,20 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from distiller.errors import UserError
+from distiller.launch import World
 from distiller.launch_deepspeed import Offload
 from distiller.launch_request import deepspeed_settings, read_launch_file
 from distiller.launch_rules import check_nvme_room, check_request, check_zero, fill_nvme_paths
-from distiller.student_size import host_bytes
+from distiller.recipe_file import parse
+from distiller.student_size import gpu_bytes, host_bytes
+from tests import toys
 from tests.questionnaire import DEEPSPEED, MULTI_GPU, QUESTIONNAIRES, answer
 
 ROOT = Path(__file__).parents[2]
@@ -121,11 +126,22 @@ def test_a_disk_that_is_too_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("offload", "bytes_a_parameter"),
-    [(Offload(), 0), (Offload("cpu"), 16), (Offload("cpu", "cpu"), 20), (Offload("nvme", "nvme"), 0)],
+    ("offload", "on_gpu", "on_host"),
+    [
+        (Offload(), 16 + 4, 0),
+        (Offload("cpu"), 4, 16 + 4),
+        (Offload("cpu", "cpu"), 0, 20 + 4),
+        (Offload("nvme", "nvme"), 0, 4),
+        (Offload("none", "cpu"), 16 + 4, 4),
+    ],
 )
-def test_what_an_offloaded_student_takes_of_the_host(offload, bytes_a_parameter):
-    assert host_bytes(1000, offload, None, num_processes=2) == 1000 * bytes_a_parameter // 2
+def test_what_an_offloaded_student_takes(tmp_path, offload, on_gpu, on_host):
+    """Of two ranks, with a moving average; a checkpoint's copy has weights, moments and average of half of it."""
+    averaged = parse(toys.recipe(tmp_path, tmp_path, train={"ema_decay": 0.9}))
+    ranks = cast(Any, SimpleNamespace(num_processes=2))
+    world = World(ranks, "deepspeed-zero3" + "-offload" * offload.is_any, "no", 1, offload, None, ())
+    assert gpu_bytes(1000, averaged, world) == 1000 * on_gpu // 2
+    assert host_bytes(1000, averaged, world) == 1000 * (on_host + 16) // 2
 
 
 def test_every_launch_file_has_its_row():

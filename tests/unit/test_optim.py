@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distiller.config import Optim
-from distiller.optim import build_optimizer, learning_rate
+from distiller.optim import average_unless, build_optimizer, learning_rate
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -25,3 +25,12 @@ def test_vectors_are_not_decayed():
     optimizer = build_optimizer(torch.nn.Linear(3, 2), Optim(weight_decay=0.1))
     decays = {tuple(p.shape): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
     assert decays == {(2, 3): 0.1, (2,): 0.0}
+
+
+@pytest.mark.parametrize("is_skipped", [0.0, 1.0])
+def test_an_average_of_several_dtypes(is_skipped):
+    dtypes = (torch.float32, torch.float64, torch.float32, torch.bfloat16)
+    averages = [torch.full((3,), 2.0, dtype=dtype) for dtype in dtypes]
+    average_unless(averages, [torch.full((3,), 4.0, dtype=dtype) for dtype in dtypes], 0.25, torch.tensor(is_skipped))
+    assert [average.tolist() for average in averages] == [[2.0 if is_skipped else 2.5] * 3] * 4
+    assert [average.dtype for average in averages] == list(dtypes)

@@ -2,16 +2,19 @@
 
 import json
 import math
+import signal
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 
 from distiller import draws
 from distiller.average import MovingAverage
-from distiller.checkpoint.format import Identity
+from distiller.checkpoint.format import Identity, steps_in
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Checkpoint
-from distiller.errors import AgreedError, RunError
+from distiller.errors import AgreedError, RunError, StoppedError
 from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.trainer import train
@@ -163,3 +166,38 @@ def test_the_first_bad_update_can_be_the_last(tmp_path):
     assert "step 1 had a loss" in str(error.value)
     assert f"samples are {', '.join(map(str, draws.sample_order(0, 0, 16)[:8]))}, {tmp_path}" in str(error.value)
     assert torch.equal(flat(run), before)
+
+
+def test_a_stop_after_a_bad_update_keeps_what_was_trained(tmp_path):
+    stops = cast(Any, SimpleNamespace(requested=0))
+
+    class Stopping(SpoiltTask):
+        def loss(self, student_outputs, teacher_outputs, batch):
+            stops.requested = 0 if self._spoilt.isdisjoint(self.sample_ids(batch)) else signal.SIGTERM
+            return super().loss(student_outputs, teacher_outputs, batch)
+
+    in_second = draws.sample_order(0, 0, 16)[8]
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8), task=Stopping({in_second}, math.nan))
+    with pytest.raises(StoppedError, match="at step 2, which was left out; continue"):
+        train(run, stops)
+    held = flat(run)
+    with torch.no_grad():
+        run.student.weight.zero_()
+    assert run.checkpoints.load(2) == 1
+    assert torch.equal(flat(run), held)
+    assert {int(state["step"]) for state in run.optimizer.state.values()} == {1}
+
+
+def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_path):
+    in_second = draws.sample_order(0, 0, 16)[8]
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=100), task=SpoiltTask({in_second}, math.nan))
+    settings = Checkpoint(every_steps=2, keep=8, at_end=False)
+    run.recipe = run.recipe.model_copy(update={"checkpoint": settings})
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, Identity("single", 1, 8, 16, "toy"), state, None)
+    train(run)
+    epochs = [draws.sample_order(0, epoch, 16) for epoch in range(4)]
+    is_bad = [in_second in epochs[step // 2][step % 2 * 8 :][:8] for step in range(8)]
+    assert is_bad[1]
+    wanted = {next(later for later in range(due, 9) if not is_bad[later - 1]) for due in (2, 4, 6)}
+    assert steps_in(tmp_path / "checkpoints") == sorted(wanted)

@@ -130,6 +130,35 @@ def test_an_older_checkpoint_is_refused_by_name_and_its_pickle_never_opened(make
     assert not (tmp_path / "pwned").exists()
 
 
+def test_any_checkpoint_is_exported(make_recipe, tmp_path, fresh, capsys):
+    folder = run(make_recipe(train={"ema_decay": 0.9}, checkpoint={"every_steps": 3, "at_end": False}))
+    fresh()
+    assert not list((folder / "checkpoints").glob("export*"))
+    commands.export(folder, None)
+    assert capsys.readouterr().out.strip().endswith("student-step-3")
+    assert not torch.equal(toys.student_vector(folder), vector_of(folder / "student-step-3"))
+    run(make_recipe(train={"ema_decay": 0.9}, checkpoint={"every_steps": 3}), resume=True)
+    # Finished without a checkpoint of its last step, it stays so.
+    assert commands.export(folder / "checkpoints" / "step-3", tmp_path / "again") is None
+    ours, theirs = tmp_path / "again", folder / "student-step-3"
+    assert all((ours / file.name).read_bytes() == file.read_bytes() for file in theirs.iterdir())
+    for output, word in ((tmp_path / "again", "already there"), (tmp_path / "no" / "where", "is not a folder")):
+        with pytest.raises(UserError, match=word):
+            commands.export(folder, output)
+    with pytest.raises(UserError, match="neither a checkpoint"):
+        commands.export(tmp_path, tmp_path / "other")
+    file = folder / "checkpoints" / "step-3" / ONLY_FILE
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    with pytest.raises(UserError, match=r"is damaged .* export another"):
+        commands.export(folder, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def vector_of(student: Path) -> torch.Tensor:
+    state = load_file(student / "diffusion_pytorch_model.safetensors")
+    return torch.cat([state[name].flatten().double() for name in sorted(state)])
+
+
 class Malicious:
     """A pickle that would make a file when it is read."""
 

@@ -1,4 +1,4 @@
-"""AdamW's state where the optimizer holds shards: what FSDP1 and FSDP2 share."""
+"""The state of torch's AdamW: what one process, DDP, FSDP1 and FSDP2 share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def load_moments(
 ) -> None:
     """Gives the optimizer the moments of every parameter that `names` knows by its id; none where `updates` is 0.
 
-    `fill` puts the saved values of a kind and a name into a tensor that is sharded and placed like the parameter.
+    `fill` puts the saved values of a kind and a name into a tensor that is shaped and placed like the parameter.
     """
     moments: dict[int, dict[str, Tensor]] = {}
     ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]

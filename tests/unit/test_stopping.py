@@ -1,0 +1,56 @@
+"""Signals become a number; the thread that watches them ends with the command, whoever else holds its pipe."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from distiller.errors import StoppedError
+from distiller.stopping import Stops
+
+
+@pytest.fixture
+def stops():
+    made = Stops()
+    made.listen()
+    yield made
+    made.close()
+
+
+def test_closing_does_not_wait_for_loader_processes_that_live_on():
+    """After an error their frames keep them alive, with copies of both ends of the pipe."""
+    stops = Stops()
+    stops.listen()
+    child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    child.start()
+    closing = threading.Thread(target=lambda: os.write(stops._writer, b"\0"))
+    closing.start()
+    closing.join()
+    stops._thread.join(timeout=5)
+    is_watching = stops._thread.is_alive()
+    child.kill()
+    child.join()
+    stops.close()
+    assert not is_watching
+
+
+def test_a_signal_outside_the_loop_stops_once_and_its_echo_is_taken_quietly(stops):
+    with pytest.raises(StoppedError, match="stopped by SIGUSR1 outside of the training loop"):
+        os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stops.requested == signal.SIGUSR1
+
+
+def test_inside_the_loop_a_signal_is_a_number(stops):
+    def loop() -> None:
+        with stops.deferred():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert stops.requested == signal.SIGUSR1
+
+    with pytest.raises(StoppedError, match="after the last step"):
+        loop()
