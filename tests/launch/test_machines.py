@@ -85,7 +85,8 @@ def test_a_signal_to_one_launcher_stops_both_machines(where, toy, tmp_path, mach
         assert both[1].lines == []
 
 
-@pytest.mark.parametrize("machine", [1, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [0, 1])
 def test_a_file_that_one_machine_lacks(where, toy, tmp_path, machine):
     """It says so with its host's name, and the other one does not wait for it."""
     folders = [toy, toy]
