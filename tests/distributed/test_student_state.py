@@ -225,7 +225,7 @@ def rest(tmp_path_factory) -> list[dict[str, Any]]:
 
 def engines(names: Iterable[str]) -> list[Any]:
     """Names as a test's parameters; the first three stand for the others where time is short."""
-    marks = [pytest.mark.slow, pytest.mark.timeout(600)]
+    marks = [pytest.mark.thorough, pytest.mark.timeout(600)]
     return [name if name in QUICK else pytest.param(name, marks=marks) for name in names]
 
 

@@ -69,7 +69,7 @@ def test_every_file_equals_one_process(toy, reference, name, overrides):
     assert "view tensor" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["fsdp2", "fsdp1"])
 def test_resuming_is_bitwise(toy, name):
     config, options = CONFIGS / f"{name}.yaml", ["train.batch_size=4"]
@@ -80,7 +80,7 @@ def test_resuming_is_bitwise(toy, name):
     toys.assert_same_run(toy / f"broken-{name}", toy / f"whole-{name}", loss_tolerance=0.0, tolerance=0.0)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_replicas_of_shards_from_the_default_file(toy, reference, tmp_path):
     """Without --config_file, where `accelerate config` writes; four ranks, two replicas of two shards each."""
     sizes = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}

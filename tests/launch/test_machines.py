@@ -50,7 +50,7 @@ def test_two_machines_equal_one_process(where, toy, reference, tmp_path):
         assert check(both, tmp_path / "run", reference, 2)["placement"] == "streamed"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("num_processes", "placement"), [(4, "cpu"), (4, "streamed"), (2, "balanced"), (4, "balanced"), (4, "rank0")]
 )
@@ -59,7 +59,7 @@ def test_every_place_for_the_teacher_on_two_machines(where, toy, reference, tmp_
         assert check(both, tmp_path / "run", reference, num_processes)["placement"] == placement
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "num_processes", "engine"),
     [("zero2", 2, "deepspeed-zero2"), ("zero2", 4, "deepspeed-zero2"), ("fsdp2", 4, "fsdp2")],
@@ -69,7 +69,7 @@ def test_sharded_students_on_two_machines(where, toy, reference, tmp_path, name,
         assert check(both, tmp_path / "run", reference, num_processes)["engine"] == engine
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_signal_to_one_launcher_stops_both_machines(where, toy, tmp_path, machine):
     """And until then there was one copy of the teacher on each."""
@@ -85,7 +85,7 @@ def test_a_signal_to_one_launcher_stops_both_machines(where, toy, tmp_path, mach
         assert both[1].lines == []
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("machine", [0, 1])
 def test_a_file_that_one_machine_lacks(where, toy, tmp_path, machine):
     """It says so with its host's name, and the other one does not wait for it."""

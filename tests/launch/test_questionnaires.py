@@ -48,7 +48,7 @@ def test_the_default_file_is_used_where_none_is_named(monkeypatch, toy, referenc
     assert result.stdout.count("default_config.yaml: no GPU found, running on the CPU") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "engine"), [("zero2-offload", "deepspeed-zero2-offload"), ("fsdp2", "fsdp2"), ("fsdp1", "fsdp1")]
 )
