@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from diffusers import AutoencoderKLWan, FlowMatchEulerDiscreteScheduler, WanPipeline, WanTransformer3DModel
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -104,6 +105,14 @@ def recipe(folder: Path, pipeline: Path, **sections: Any) -> dict[str, Any]:
     for name, section in sections.items():
         base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
     return base
+
+
+def write_recipe(folder: Path, num_experts: int = 1) -> Path:
+    """A folder for launches: recipe.yaml with six updates of 8 samples, and a cache of its own."""
+    pipeline = make_pipeline(folder / "pipeline", num_experts)
+    options = {"cache_dir": str(folder / "cache"), "train": {"max_steps": 6, "batch_size": 8, "log_every": 1}}
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe(folder, pipeline, **options)))
+    return folder
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
@@ -21,10 +20,11 @@ from distiller.config import Optim
 from distiller.launch import engine_name
 from distiller.launch_fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
 from distiller.optim import build_optimizer, set_learning_rate
-from distiller.student_state.base import KINDS, Counters, Kind, StudentState
+from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
 from distiller.wan.student import DistilledStudent
 from tests import toys
+from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks
 
 BLOCKS = ("WanTransformerBlock",)
@@ -104,40 +104,16 @@ class Trained:
             losses.append(float(self.accelerator.reduce(total, "mean")))  # type: ignore[arg-type]
         return losses
 
-    def whole(self) -> dict[tuple[Kind, str], Tensor]:
-        """All ranks' pieces, assembled, with a check that they hold every element once."""
-        mine = [
-            (kind, piece.name, piece.start, piece.values.clone().cpu())
-            for kind in KINDS
-            for piece in self.state.pieces(kind)
-        ]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        found: dict[tuple[Kind, str], list[tuple[int, Tensor]]] = {}
-        for kind, name, start, values in (piece for pieces in everyone for piece in pieces):
-            found.setdefault((kind, name), []).append((start, values))
-        return {key: _joined(runs, self.state.shapes[key[1]]) for key, runs in found.items()}
-
-
-def _joined(runs: list[tuple[int, Tensor]], shape: tuple[int, ...]) -> Tensor:
-    runs.sort(key=lambda run: run[0])
-    end = 0
-    for start, values in runs:
-        assert start == end, f"{start} follows {end}"
-        end += len(values)
-    assert end == torch.Size(shape).numel()
-    return torch.cat([values for _, values in runs])
-
 
 def _one(settings: dict[str, str], precision: str) -> dict[str, Any]:
     unbroken = Trained(settings, precision)
-    before = unbroken.whole()
+    before = assembled(unbroken.state)
     losses = unbroken.train(range(2))
-    whole, counters = unbroken.whole(), unbroken.state.counters()
+    whole, counters = assembled(unbroken.state), unbroken.state.counters()
     losses += unbroken.train(range(2, 4))
-    end = unbroken.whole()
+    end = assembled(unbroken.state)
     resumed = _loaded(settings, precision, whole, counters)
-    at_once = _differing(resumed.whole(), whole)
+    at_once = _differing(assembled(resumed.state), whole)
     again = resumed.train(range(2, 4))
     return {
         "engine": unbroken.engine,
@@ -146,7 +122,7 @@ def _one(settings: dict[str, str], precision: str) -> dict[str, Any]:
         "dtypes": {value.dtype for value in end.values()},
         "updates": counters.updates,
         "differing at once": at_once,
-        "differing at the end": _differing(resumed.whole(), end),
+        "differing at the end": _differing(assembled(resumed.state), end),
         "losses": losses,
         "again": again,
         "weights": {name: value.numpy() for (kind, name), value in end.items() if kind == "weights"},
@@ -198,7 +174,7 @@ def _other_engine() -> float:
     """FSDP1 saves, FSDP2 goes on: the largest difference of losses."""
     first = Trained(SETTINGS["fsdp1"])
     first.train(range(2))
-    whole, counters = first.whole(), first.state.counters()
+    whole, counters = assembled(first.state), first.state.counters()
     expected = first.train(range(2, 4))
     losses = _loaded(SETTINGS["fsdp2"], "no", whole, counters).train(range(2, 4))
     return max(abs(a - b) for a, b in zip(losses, expected, strict=True))

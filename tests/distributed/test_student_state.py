@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
@@ -18,8 +17,9 @@ from torch import Tensor, nn
 from distiller.config import Optim
 from distiller.launch import engine_name
 from distiller.optim import build_optimizer, set_learning_rate
-from distiller.student_state.base import KINDS, Counters, Kind, StudentState
+from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
+from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks
 
 WIDTH, WIDE = 13, 801
@@ -124,30 +124,6 @@ class Trained:
             losses.append(loss.item())
         return losses
 
-    def whole(self) -> dict[tuple[Kind, str], Tensor]:
-        """All ranks' pieces, assembled, with a check that they hold every element once."""
-        mine = [
-            (kind, piece.name, piece.start, piece.values.clone().cpu())
-            for kind in KINDS
-            for piece in self.state.pieces(kind)
-        ]
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        found: dict[tuple[Kind, str], list[tuple[int, Tensor]]] = {}
-        for kind, name, start, values in (piece for pieces in everyone for piece in pieces):
-            found.setdefault((kind, name), []).append((start, values))
-        return {key: _joined(runs, self.state.shapes[key[1]]) for key, runs in found.items()}
-
-
-def _joined(runs: list[tuple[int, Tensor]], shape: tuple[int, ...]) -> Tensor:
-    runs.sort(key=lambda run: run[0])
-    end = 0
-    for start, values in runs:
-        assert start == end, f"{start} follows {end}"
-        end += len(values)
-    assert end == torch.Size(shape).numel()
-    return torch.cat([values for _, values in runs])
-
 
 def _loaded(name: str, folder: Path, whole: dict[tuple[Kind, str], Tensor], counters: Counters) -> Trained:
     trained = Trained(name, folder)
@@ -157,20 +133,20 @@ def _loaded(name: str, folder: Path, whole: dict[tuple[Kind, str], Tensor], coun
 
 def _one_engine(name: str, folder: Path) -> dict[str, Any]:
     unbroken = Trained(name, folder / "a")
-    before = unbroken.whole()
+    before = assembled(unbroken.state)
     unbroken.train(range(3))
-    whole, counters = unbroken.whole(), unbroken.state.counters()
+    whole, counters = assembled(unbroken.state), unbroken.state.counters()
     expected = unbroken.train(range(3, 7))
-    end = unbroken.whole()
+    end = assembled(unbroken.state)
     resumed = _loaded(name, folder / "b", whole, counters)
-    at_once = resumed.whole()
+    at_once = assembled(resumed.state)
     losses = resumed.train(range(3, 7))
     return {
         "kinds before": {kind for kind, _ in before},
         "updates": counters.updates,
         "same at once": _equal(at_once, whole),
         "losses": (losses, expected),
-        "same at the end": _equal(resumed.whole(), end),
+        "same at the end": _equal(assembled(resumed.state), end),
         "whole": {
             f"{kind}/{name}": value.numpy() for (kind, name), value in whole.items() if value.dtype.is_floating_point
         },

@@ -11,7 +11,6 @@ import time
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests import toys
 from tests.launch.launching import CONFIGS, Running, begin, launch
@@ -23,11 +22,7 @@ DISTILLER = [sys.executable, "-m", "distiller"]
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("faults")
-    pipeline = toys.make_pipeline(folder / "pipeline")
-    options = {"cache_dir": str(folder / "cache"), "train": {"max_steps": 6, "batch_size": 8, "log_every": 1}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toys.recipe(folder, pipeline, **options)))
-    return folder
+    return toys.write_recipe(tmp_path_factory.mktemp("faults"))
 
 
 def started(toy: Path, name: str, run_dir: Path, *overrides: str) -> Running:

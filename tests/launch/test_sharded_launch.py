@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import yaml
 
 from tests import toys
 from tests.launch.launching import CONFIGS, launch
@@ -18,11 +17,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """A Wan 2.2 toy: float32 islands, a bare parameter with one row a block, and two experts."""
-    folder = tmp_path_factory.mktemp("sharded")
-    pipeline = toys.make_pipeline(folder / "pipeline", num_experts=2)
-    options = {"cache_dir": str(folder / "cache"), "train": {"max_steps": 6, "batch_size": 8, "log_every": 1}}
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(toys.recipe(folder, pipeline, **options)))
-    return folder
+    return toys.write_recipe(tmp_path_factory.mktemp("sharded"), num_experts=2)
 
 
 @pytest.fixture(scope="module")
