@@ -15,6 +15,7 @@ from distiller.config import Recipe
 from distiller.errors import UserError
 from distiller.launch_request import LaunchRequest
 from distiller.launch_rules import OFFLOADED_PARTS, check_zero, fill_nvme_paths
+from distiller.operator_locks import clear_operator_locks, extension_folder
 from distiller.teachers.swap_folder import SwapFolder
 
 
@@ -52,6 +53,7 @@ def deepspeed_plugin(
         ) from error
     except ValueError as error:
         raise UserError(f"the launch file's DeepSpeed settings are refused: {' '.join(str(error).split())}") from error
+    clear_operator_locks(extension_folder())
     config = plugin.deepspeed_config
     zero = config.get("zero_optimization", {})
     fill_nvme_paths(zero, {} if request is None else request.options)

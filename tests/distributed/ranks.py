@@ -11,6 +11,8 @@ from multiprocessing import get_context
 from multiprocessing.queues import Queue
 from typing import Any
 
+from distiller.operator_locks import clear_operator_locks, extension_folder
+
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: int = 120) -> list[Any]:
     """Calls `function(*arguments)` on every rank and returns the results in rank order.
@@ -18,6 +20,8 @@ def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, tim
     A rank's exception is raised here with its traceback; ranks that do not end in time print their stacks and are
     killed.
     """
+    # A rank that was killed for its time may have been building one of DeepSpeed's operators.
+    clear_operator_locks(extension_folder(), patience_s=1)
     context = get_context("spawn")
     results: Queue[Any] = context.Queue()
     with socket.socket() as probe:
