@@ -17,7 +17,7 @@ LAYERS = [
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],
-    ["wan"],
+    ["wan", "language"],
     ["tasks"],
     ["launch_request"],
     ["launch_rules"],

@@ -1,0 +1,363 @@
+"""Output layer and loss in one, against the whole logits in float64."""
+
+import math
+import weakref
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from distiller.errors import UserError
+from distiller.language import chunked
+from distiller.language.chunked import HiddenTarget, LogitsTarget, Objective, chunked_loss, default_chunk_tokens
+from distiller.language.divergences import ForwardKL, ReverseKL, SparseTarget
+from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top
+
+NUM_TOKENS, WIDTH, TEACHER_WIDTH = 14, 8, 6
+IGNORED = -100
+
+
+@dataclass
+class Case:
+    """Inputs of one call."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    target: Any
+    labels: torch.Tensor
+    mask: torch.Tensor
+
+    def run(self, objective, **options):
+        """The sums, and the gradients by hidden states, weight and bias."""
+        inputs = [x for x in (self.hidden, self.weight, self.bias) if x is not None]
+        for tensor in inputs:
+            tensor.requires_grad_().grad = None
+        sums = self.sums(objective, **options)
+        (3 * sums.loss).backward()
+        return sums, [tensor.grad for tensor in inputs]
+
+    def sums(self, objective, **options):
+        options = {"chunk_tokens": 4, "compile": False} | options
+        return chunked_loss(
+            self.hidden, self.weight, self.target, self.labels, self.mask, objective, bias=self.bias, **options
+        )
+
+
+def make(mask="ragged", vocabulary=11, teacher_vocabulary=11, dtype=torch.float32, bias=True, seed=0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    masks = {
+        "all": [1] * 14,
+        "none": [0] * 14,
+        "one": [0] * 9 + [1] + [0] * 4,
+        "ragged": [1, 0, 1, 1, 0, 0, 1, 1, 1, 0, 1, 1, 0, 1],
+        "whole chunks": [1] * 8 + [0] * 6,
+        "a chunk left out": [1] * 4 + [0] * 4 + [1] * 6,
+    }
+    chosen = torch.tensor(masks[mask], dtype=torch.bool)
+    labels = torch.randint(min(vocabulary, teacher_vocabulary), (NUM_TOKENS,), generator=generator)
+    return Case(
+        normal(NUM_TOKENS, WIDTH),
+        normal(vocabulary, WIDTH),
+        normal(vocabulary) if bias else None,
+        HiddenTarget(normal(NUM_TOKENS, TEACHER_WIDTH), normal(teacher_vocabulary, TEACHER_WIDTH)),
+        labels.where(chosen, IGNORED),
+        chosen,
+    )
+
+
+def rounded(exact, dtype):
+    """As products in a dtype give it, with the gradient of what is exact."""
+    return exact + (exact.detach().to(dtype).double() - exact.detach())
+
+
+def expect(case, objective, dtype=torch.float32):
+    """Divergence, cross-entropy, agreeing tokens, and the gradients of three times the loss, in float64."""
+    inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias) if x is not None]
+    student = F.linear(inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None)
+    student = rounded(student, dtype)[case.mask]
+    labels = case.labels[case.mask]
+    q_all = student / objective.temperature
+    if isinstance(case.target, SparseTarget):
+        ids = case.target.ids[case.mask]
+        p = torch.cat([case.target.weights, case.target.tail[:, None]], 1).double()[case.mask]
+        q = outcomes(q_all.softmax(1), ids)
+        agreeing = student.argmax(1) == ids[:, 0]
+    else:
+        if isinstance(case.target, HiddenTarget):
+            teacher = F.linear(case.target.hidden.double(), case.target.weight.double())
+        else:
+            teacher = case.target.logits.double()
+        shared = min(teacher.shape[1], student.shape[1])
+        teacher = rounded(teacher, dtype)[case.mask, :shared]
+        p, q = (teacher / objective.temperature).softmax(1), q_all[:, :shared].softmax(1)
+        agreeing = student[:, :shared].argmax(1) == teacher.argmax(1)
+    divergence = objective.temperature**2 * plain(objective.divergence, p, q).sum()
+    cross_entropy = F.cross_entropy(student, labels, reduction="sum")
+    loss = objective.weight * divergence + (1 - objective.weight) * cross_entropy
+    (3 * loss).backward()
+    return [divergence.detach(), cross_entropy.detach(), agreeing.sum()], [x.grad for x in inputs]
+
+
+def assert_near(ours, theirs, tolerance):
+    assert ours.isfinite().all()
+    assert (ours.double() - theirs).norm() <= tolerance * (1e-9 + theirs.norm())
+
+
+def check(case, objective, tolerance=2e-5, dtype=torch.float32, **options):
+    sums, gradients = case.run(objective, **options)
+    expected, expected_gradients = expect(case, objective, dtype)
+    assert sums.tokens == case.mask.sum()
+    assert sums.agreeing == expected[2]
+    for ours, theirs in zip((sums.divergence, sums.cross_entropy), expected, strict=False):
+        assert ours.dtype is torch.float32
+        assert not ours.requires_grad
+        assert_near(ours, theirs, tolerance)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert_near(ours, theirs, tolerance if dtype is torch.float32 else 2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+@pytest.mark.parametrize("divergence", KINDS, ids=str)
+def test_values_and_gradients_equal_float64(divergence, temperature, dtype):
+    check(make(dtype=dtype), Objective(divergence, temperature, 0.7), dtype=dtype)
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("mask", ["all", "none", "one", "ragged", "whole chunks", "a chunk left out"])
+def test_masks_and_weights(mask, weight):
+    check(make(mask), Objective(ReverseKL(), 2.0, weight))
+
+
+@pytest.mark.parametrize(("vocabulary", "teacher_vocabulary"), [(9, 11), (11, 9)])
+@pytest.mark.parametrize("given", ["hidden states", "logits"])
+def test_vocabularies_of_different_size_share_their_first_ids(vocabulary, teacher_vocabulary, given):
+    case = make(vocabulary=vocabulary, teacher_vocabulary=teacher_vocabulary)
+    if given == "logits":
+        case.target = LogitsTarget(F.linear(*case.target[:2]))
+    check(case, Objective(ForwardKL(), 2.0, 0.6))
+    check(case, Objective(ForwardKL(), 2.0, 1.0))
+    further = slice(min(vocabulary, teacher_vocabulary), None)
+    _, (_, of_weight, of_bias) = case.run(Objective(ForwardKL(), 2.0, 1.0))
+    assert not of_weight[further].any()
+    assert not of_bias[further].any()
+
+
+def test_a_teachers_bias_counts():
+    case = make()
+    bias = torch.linspace(-1, 1, 11)
+    logits = LogitsTarget(F.linear(*case.target[:2], bias))
+    case.target = case.target._replace(bias=bias)
+    ours = case.sums(Objective())
+    case.target = logits
+    torch.testing.assert_close(ours.loss, case.sums(Objective()).loss)
+
+
+@pytest.mark.parametrize("divergence", KINDS, ids=str)
+def test_top_k_targets(divergence):
+    case = make()
+    case.target = top(F.linear(*case.target[:2]), 3, 2.0)
+    check(case, Objective(divergence, 2.0, 0.7))
+
+
+def test_sampled_targets_estimate_forward_kl_alone():
+    case = make()
+    target = top(F.linear(*case.target[:2]), 11, 2.0)
+    expected = case.run(Objective(ForwardKL(), 2.0, 0.7))[0]
+    case.target = target._replace(entropy=-(target.weights * target.weights.log()).sum(1))
+    check(replace(case, target=target), Objective(ForwardKL(), 2.0, 0.7))
+    torch.testing.assert_close(
+        case.run(Objective(ForwardKL(), 2.0, 0.7))[0].divergence, case.sums(Objective(ForwardKL(), 2.0, 0.7)).divergence
+    )
+    assert expected.tokens == case.mask.sum()
+    with pytest.raises(UserError, match="forward KL alone"):
+        case.sums(Objective(ReverseKL()))
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 3, 9, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_chunk_size_changes_nothing(chunk_tokens, bias):
+    case, objective = make(bias=bias), Objective(ReverseKL(), 0.5, 0.7)
+    sums, gradients = case.run(objective)
+    other, other_gradients = case.run(objective, chunk_tokens=chunk_tokens)
+    torch.testing.assert_close(other, sums)
+    torch.testing.assert_close(other_gradients, gradients)
+
+
+@pytest.mark.parametrize("padding", [1e4, math.nan])
+def test_tokens_that_do_not_count_have_no_effect(padding):
+    case, objective = make(), Objective(ReverseKL(), 0.5, 0.7)
+    sums, gradients = case.run(objective)
+    case.hidden.data[~case.mask] = padding
+    case.target.hidden[~case.mask] = padding
+    case.labels[~case.mask] = 2**40
+    other, other_gradients = case.run(objective)
+    assert torch.equal(torch.stack(other[:4]), torch.stack(sums[:4]))
+    for ours, theirs in zip(other_gradients, gradients, strict=True):
+        assert torch.equal(ours, theirs)
+    assert not other_gradients[0][~case.mask].any()
+
+
+@pytest.mark.parametrize("divergence", KINDS, ids=str)
+def test_twice_the_tokens_are_twice_the_sums(divergence):
+    """The mean over tokens does not depend on how many there are, nor on the vocabulary's size."""
+    case, objective = make(), Objective(divergence, 2.0, 0.7)
+    twice = replace(
+        case,
+        hidden=case.hidden.repeat(2, 1),
+        target=HiddenTarget(case.target.hidden.repeat(2, 1), case.target.weight),
+        labels=case.labels.repeat(2),
+        mask=case.mask.repeat(2),
+    )
+    sums, gradients = case.run(objective)
+    of_twice, of_twice_gradients = twice.run(objective)
+    assert of_twice.tokens == 2 * sums.tokens
+    torch.testing.assert_close(of_twice.loss / of_twice.tokens, sums.loss / sums.tokens)
+    torch.testing.assert_close(of_twice_gradients[0], gradients[0].repeat(2, 1))
+    torch.testing.assert_close(of_twice_gradients[1], 2 * gradients[1])
+
+
+def test_the_gradient_is_the_slope_of_the_values():
+    case, objective = make(), Objective(KINDS[2], 0.7, 0.6)
+    _, gradients = case.run(objective)
+    generator = torch.Generator().manual_seed(1)
+    for name, gradient in zip(("hidden", "weight", "bias"), gradients, strict=True):
+        direction = torch.randn(gradient.shape, generator=generator)
+        step = 1e-2
+        ahead, behind = (
+            replace(case, **{name: getattr(case, name).detach() + sign * step * direction}).sums(objective).loss
+            for sign in (1, -1)
+        )
+        slope = (ahead - behind) / (2 * step)
+        torch.testing.assert_close((gradient * direction).sum() / 3, slope, rtol=2e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_over_float32_weights(dtype):
+    """Products in 16 bits, gradients and their sums in float32."""
+    case, objective = make(), Objective(ForwardKL(), 2.0, 0.7)
+    expected, expected_gradients = expect(case, objective)
+    with torch.autocast("cpu", dtype):
+        sums, gradients = case.run(objective)
+    assert_near(sums.divergence, expected[0], 2e-2)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        assert ours.dtype is torch.float32
+        assert_near(ours, theirs, 2e-2)
+    assert (sums.divergence.double() - expected[0]).abs() > 1e-6, "the products were in float32"
+
+
+def test_float16_keeps_small_gradients():
+    """p - q of a large vocabulary is mostly below float16's range."""
+    case = make(mask="all", vocabulary=4096, teacher_vocabulary=4096, bias=False)
+    case.hidden *= 1e-3
+    case.target.hidden.mul_(1e-3)
+    objective = Objective(ForwardKL(), 1.0, 1.0)
+    _, expected = expect(case, objective)
+    with torch.autocast("cpu", torch.float16):
+        _, gradients = case.run(objective)
+    assert_near(gradients[1], expected[1], 1e-2)
+
+
+def test_the_weights_gradient_gathers_in_float32():
+    """In bfloat16 each chunk's part would be rounded against the sum of all before it."""
+    case = make(mask="all", dtype=torch.bfloat16)
+    case = replace(
+        case,
+        hidden=case.hidden.repeat(16, 1),
+        target=HiddenTarget(case.target.hidden.repeat(16, 1), case.target.weight),
+        labels=case.labels.repeat(16),
+        mask=case.mask.repeat(16),
+    )
+    _, gradients = case.run(Objective(), chunk_tokens=1)
+    _, expected = case.run(Objective(), chunk_tokens=1000)
+    assert gradients[1].dtype is torch.bfloat16
+    assert_near(gradients[1], expected[1].double(), 3e-3)
+
+
+def test_evaluation_makes_no_gradient(monkeypatch):
+    case, objective = make(), Objective(ReverseKL(), 2.0, 0.7)
+    sums, _ = case.run(objective)
+    wanted = []
+    inner = chunked.token_losses
+    monkeypatch.setattr(chunked, "token_losses", lambda *args: (wanted.append(args[5]), inner(*args))[1])
+    with torch.no_grad():
+        evaluated = case.sums(objective)
+    assert torch.equal(torch.stack(evaluated[:4]), torch.stack(sums[:4]).detach())
+    assert not evaluated.loss.requires_grad
+    assert wanted
+    assert not any(wanted)
+
+
+def test_frozen_inputs_get_no_gradient():
+    case, objective = make(), Objective(ReverseKL(), 2.0, 0.7)
+    _, expected = case.run(objective)
+    for name in ("hidden", "weight", "bias"):
+        frozen = replace(case, **{name: getattr(case, name).detach()})
+        others = [getattr(frozen, other) for other in ("hidden", "weight", "bias") if other != name]
+        gradients = torch.autograd.grad(3 * frozen.sums(objective).loss, others)
+        wanted = [g for g, other in zip(expected, ("hidden", "weight", "bias"), strict=True) if other != name]
+        torch.testing.assert_close(list(gradients), wanted)
+
+
+def test_a_second_backward_is_refused():
+    case = make()
+    case.weight.requires_grad_()
+    loss = case.sums(Objective()).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="compute it again"):
+        loss.backward()
+
+
+def test_logits_of_one_chunk_at_a_time_exist(monkeypatch):
+    """Chunks of 4 rows; when one begins, nothing of the last is left."""
+    alive, inner = [], chunked.token_losses
+
+    def spy(student, teacher, *rest):
+        assert student.shape == teacher.shape == (min(4, len(student)), 11)
+        assert not [kept for kept in alive if kept() is not None]
+        alive.extend([weakref.ref(student), weakref.ref(teacher)])
+        return inner(student, teacher, *rest)
+
+    monkeypatch.setattr(chunked, "token_losses", spy)
+    make(mask="all").run(Objective())
+    assert len(alive) == 8
+
+
+def test_chunks_fit_their_budget():
+    assert default_chunk_tokens(128_256) == 1024
+    assert default_chunk_tokens(32_000) == 4096
+    assert default_chunk_tokens(50) == 4096
+    assert default_chunk_tokens(2_000_000) == 67
+    for vocabulary in (32_000, 128_256, 256_000, 2_000_000):
+        assert 4 * vocabulary * default_chunk_tokens(vocabulary) <= chunked.CHUNK_BYTES
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"temperature": -1.0}, {"temperature": math.nan}])
+def test_a_temperature_is_positive(options):
+    with pytest.raises(UserError, match="a temperature is a positive number"):
+        Objective(**options)
+
+
+def test_a_weight_is_a_share():
+    with pytest.raises(UserError, match=r"in \[0, 1\]: 1.5 was given"):
+        Objective(weight=1.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["hidden states", "top-k"])
+def test_compiled_equals_eager(kind):
+    """Also where the last chunk is filled up, from memory that holds anything."""
+    case, objective = make(), Objective(KINDS[2], 0.7, 0.6)
+    if kind == "top-k":
+        case.target = top(F.linear(*case.target[:2]), 3, 0.7)
+    sums, gradients = case.run(objective)
+    compiled, compiled_gradients = case.run(objective, compile=True)
+    torch.testing.assert_close(compiled, sums)
+    torch.testing.assert_close(compiled_gradients, gradients)
