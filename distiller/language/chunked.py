@@ -22,7 +22,8 @@ from distiller.language import divergences
 from distiller.language.divergences import Divergence, ForwardKL, SparseTarget
 
 CHUNK_BYTES = 512 * 2**20
-"""A chunk's logits, were they float32. Compiled they are not: they stay in the products' dtype."""
+"""A chunk's logits, were they float32. Eager operations hold several tensors of this size at a time, compiled ones few
+or none: there the logits of both models and the gradient stay in the products' dtype."""
 MOST_CHUNK_TOKENS = 4096
 FLOAT16_SCALE = 2.0**10
 """What gradients are multiplied by while they are in float16: p - q of a large vocabulary is mostly below its range."""

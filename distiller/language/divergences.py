@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.errors import UserError, shown
@@ -235,7 +234,8 @@ def cross_entropy(student: Tensor, labels: Tensor) -> Tensor:
     Returns:
         [N] float32.
     """
-    return F.cross_entropy(student.float(), labels, reduction="none")
+    # The label is looked up among the logits: looked up among log-probabilities, a compiler would store all of them.
+    return student.float().logsumexp(1) - student.gather(1, labels[:, None]).squeeze(1).float()
 
 
 def cross_entropy_gradient(student: Tensor, labels: Tensor) -> Tensor:
@@ -256,8 +256,9 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
         temperature: positive.
     """
     logits = logits.float()
-    distances = (logits - logits.amax(1, keepdim=True)) / temperature
-    return distances.clamp(min=LEAST_LOG).log_softmax(1)
+    distances = ((logits - logits.detach().amax(1, keepdim=True)) / temperature).clamp(min=LEAST_LOG)
+    # The largest is 0 by now: the sum neither overflows nor vanishes.
+    return distances - distances.exp().sum(1, keepdim=True).log()
 
 
 class _Sparse(NamedTuple):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from distiller.errors import UserError
 from distiller.language import chunked
 from distiller.language.chunked import HiddenTarget, LogitsTarget, Objective, chunked_loss, default_chunk_tokens
-from distiller.language.divergences import ForwardKL, ReverseKL, SparseTarget
+from distiller.language.divergences import ForwardKL, JensenShannon, ReverseKL, SparseTarget
 from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH = 14, 8, 6
@@ -168,15 +168,14 @@ def test_top_k_targets(divergence):
 
 
 def test_sampled_targets_estimate_forward_kl_alone():
-    case = make()
+    """Every id with its probability as the weight: an estimate without error."""
+    case, objective = make(), Objective(ForwardKL(), 2.0, 0.7)
+    sums, gradients = case.run(objective)
     target = top(F.linear(*case.target[:2]), 11, 2.0)
-    expected = case.run(Objective(ForwardKL(), 2.0, 0.7))[0]
     case.target = target._replace(entropy=-(target.weights * target.weights.log()).sum(1))
-    check(replace(case, target=target), Objective(ForwardKL(), 2.0, 0.7))
-    torch.testing.assert_close(
-        case.run(Objective(ForwardKL(), 2.0, 0.7))[0].divergence, case.sums(Objective(ForwardKL(), 2.0, 0.7)).divergence
-    )
-    assert expected.tokens == case.mask.sum()
+    sampled, sampled_gradients = case.run(objective)
+    torch.testing.assert_close(sampled, sums)
+    torch.testing.assert_close(sampled_gradients, gradients)
     with pytest.raises(UserError, match="forward KL alone"):
         case.sums(Objective(ReverseKL()))
 
@@ -225,7 +224,7 @@ def test_twice_the_tokens_are_twice_the_sums(divergence):
 
 
 def test_the_gradient_is_the_slope_of_the_values():
-    case, objective = make(), Objective(KINDS[2], 0.7, 0.6)
+    case, objective = make(), Objective(JensenShannon(0.5), 0.7, 0.6)
     _, gradients = case.run(objective)
     generator = torch.Generator().manual_seed(1)
     for name, gradient in zip(("hidden", "weight", "bias"), gradients, strict=True):
@@ -351,12 +350,9 @@ def test_a_weight_is_a_share():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["hidden states", "top-k"])
-def test_compiled_equals_eager(kind):
+def test_compiled_equals_eager():
     """Also where the last chunk is filled up, from memory that holds anything."""
-    case, objective = make(), Objective(KINDS[2], 0.7, 0.6)
-    if kind == "top-k":
-        case.target = top(F.linear(*case.target[:2]), 3, 0.7)
+    case, objective = make(), Objective(JensenShannon(0.5), 0.7, 0.6)
     sums, gradients = case.run(objective)
     compiled, compiled_gradients = case.run(objective, compile=True)
     torch.testing.assert_close(compiled, sums)
