@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language.chunked import HiddenTarget, Objective, chunked_loss, default_chunk_tokens
+from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
 from distiller.language.divergences import DIVERGENCES
+from distiller.language.objective import Objective
 from distiller.tracking import peak_flops
 
 GIB = 2**30

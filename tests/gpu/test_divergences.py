@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distiller.language.chunked import HiddenTarget, LogitsTarget, Objective, Target, TokenSums, chunked_loss
+from distiller.language.chunked import HiddenTarget, LogitsTarget, Target, TokenSums, chunked_loss
 from distiller.language.divergences import (
     Divergence,
     ForwardKL,
@@ -17,6 +17,7 @@ from distiller.language.divergences import (
     SkewedReverseKL,
     SparseTarget,
 )
+from distiller.language.objective import Objective
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 
 from distiller.errors import UserError
 from distiller.language import chunked
-from distiller.language.chunked import HiddenTarget, LogitsTarget, Objective, chunked_loss, default_chunk_tokens
+from distiller.language.chunked import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
 from distiller.language.divergences import ForwardKL, JensenShannon, ReverseKL, SparseTarget
+from distiller.language.objective import Objective
 from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH = 14, 8, 6
