@@ -13,7 +13,7 @@ from distiller.errors import UserError
 from distiller.language import chunked
 from distiller.language.chunked import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
 from distiller.language.divergences import ForwardKL, JensenShannon, ReverseKL, SparseTarget
-from distiller.language.objective import Objective
+from distiller.language.objective import Objective, token_losses
 from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH = 14, 8, 6
@@ -348,6 +348,16 @@ def test_a_temperature_is_positive(options):
 def test_a_weight_is_a_share():
     with pytest.raises(UserError, match=r"in \[0, 1\]: 1.5 was given"):
         Objective(weight=1.5)
+
+
+def test_rows_that_fill_up_a_chunk_may_hold_anything():
+    objective, counts = Objective(JensenShannon(0.5), 0.7, 0.6), torch.tensor([True, True, False])
+    student, teacher, labels = torch.randn(3, 11), torch.randn(3, 11), torch.tensor([1, 10, 0])
+    expected, gradient = token_losses(student[:2], teacher[:2], labels[:2], counts[:2], objective, True, 1.0)
+    student[2], teacher[2] = math.nan, math.inf
+    sums, filled_gradient = token_losses(student, teacher, labels, counts, objective, True, 1.0)
+    torch.testing.assert_close(sums, expected)
+    torch.testing.assert_close(filled_gradient[:2], gradient)
 
 
 @pytest.mark.slow
