@@ -145,11 +145,8 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
     _write_json(summary_file, summary | {"evaluation": report})
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")
-    gate, reached = recipe.evaluation.min_recognised, report.get("student_recognised")
-    if gate is not None and reached is not None and reached < gate:
-        raise QualityGateError(
-            f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
-        )
+    if (missed := task.missed_gate(report)) is not None:
+        raise QualityGateError(missed)
 
 
 def sample(run_dir: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:

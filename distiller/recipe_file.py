@@ -13,9 +13,13 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from distiller.config import Recipe
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError, shown
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
+
+RECIPES: dict[str, type[Recipe]] = {"diffusion": DiffusionRecipe}
+"""`task.kind` -> what a recipe of that task holds."""
 
 ALTERNATIVES = (
     (("train.gradient_accumulation_steps",), ("train.samples_per_update",)),
@@ -55,10 +59,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Validates a mapping as a recipe; `origin` names it in errors (UserError)."""
-    _reject_unknown_keys(Recipe, data, "", origin)
+    """Validates a mapping as a recipe of its task; `origin` names it in errors (UserError)."""
+    kind = _kind_of(data, origin)
+    _reject_unknown_keys(RECIPES[kind], RECIPES[kind], data, "", origin)
     try:
-        return Recipe.model_validate(data)
+        return RECIPES[kind].model_validate(data)
     except ValidationError as error:
         raise UserError(f"{origin}: {_first_problem(error)}") from error
 
@@ -66,6 +71,14 @@ def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
 def dump(recipe: Recipe) -> str:
     """The recipe as YAML with every default written out, in the order of this file."""
     return dump_yaml(recipe.model_dump(mode="json"))
+
+
+def _kind_of(data: Mapping[str, Any], origin: str) -> str:
+    task = data.get("task")
+    kind = task.get("kind", "diffusion") if isinstance(task, Mapping) else "diffusion"
+    if not isinstance(kind, str) or kind not in RECIPES:
+        raise UserError(f"{origin}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    return kind
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
@@ -100,17 +113,19 @@ def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
                 data[section].pop(name, None)
 
 
-def _reject_unknown_keys(model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str) -> None:
+def _reject_unknown_keys(
+    recipe: type[Recipe], model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str
+) -> None:
     for key, value in data.items():
         if key not in model.model_fields:
-            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(model, str(key), prefix)}")
+            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
         section = _section_of(model, key)
         if section is None:
             continue
         if not isinstance(value, Mapping):
             names = ", ".join(section.model_fields)
             raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
-        _reject_unknown_keys(section, value, f"{prefix}{key}.", origin)
+        _reject_unknown_keys(recipe, section, value, f"{prefix}{key}.", origin)
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -118,11 +133,11 @@ def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
     return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
 
 
-def _nearest(model: type[BaseModel], key: str, prefix: str) -> str:
+def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str) -> str:
     here = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
     if here:
         return f"did you mean '{prefix}{here[0]}'?"
-    elsewhere = [path for path in _all_keys(Recipe) if path.rsplit(".", 1)[-1] == key]
+    elsewhere = [path for path in _all_keys(recipe) if path.rsplit(".", 1)[-1] == key]
     if elsewhere:
         return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
     return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"

@@ -193,7 +193,7 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
     with accelerator.accumulate(run.student):
         # Accelerate puts DDP's and FSDP1's forward under autocast, FSDP2's not; under DeepSpeed this does nothing.
         with accelerator.autocast():
-            outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
+            outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
         loss = run.task.loss(outputs, target, batch)
         # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
         scale = spoil(accelerator.num_processes * run.plan.accumulation_steps, loss.total)

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md from distiller/config.py: `python -m tests.recipe_keys`, after every change of a key."""
+"""Writes docs/recipe.md from distiller/*config.py: `python -m tests.recipe_keys`, after every change of a key."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distiller.config import Recipe
 from distiller.plain_yaml import dump_yaml
+from distiller.recipe_file import RECIPES
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
-Written from `distiller/config.py` by `python -m tests.recipe_keys`; a test keeps it true.
+Written from `distiller/*config.py` by `python -m tests.recipe_keys`; a test keeps it true.
 
 A recipe is a YAML file. Every key can be set on the command line as well: `optim.lr=1e-4`, `train.max_steps=500`,
 `task.guidance.scale="[3, 7]"`, `student.config=null`; the value is read as YAML. A key that does not exist is an error
@@ -34,21 +34,36 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
 
 def keys() -> set[str]:
     """Dotted paths of every section and key."""
-    return {f"{path}.{name}".lstrip(".") for path, model in sections(Recipe) for name in model.model_fields}
+    found = ((path, model) for recipe in RECIPES.values() for path, model in sections(recipe))
+    return {f"{path}.{name}".lstrip(".") for path, model in found for name in model.model_fields}
 
 
 def page() -> str:
     """The whole page."""
     parts = [HEAD]
-    for path, model in sections(Recipe):
+    for path, model, kinds in _sections_of_all():
         rows = list(_rows(model))
         if not rows and not path:
             continue
         text = " ".join((model.__doc__ or "").split())
-        parts.append(f"## {f'`{path}`' if path else 'Top level'}\n\n{text}\n")
+        of_task = "" if len(kinds) == len(RECIPES) else f", of task {' and '.join(kinds)}"
+        parts.append(f"## {f'`{path}`' if path else 'Top level'}{of_task}\n\n{text}\n")
         if rows:
             parts.append("| key | value | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n")
     return "\n".join(parts)
+
+
+def _sections_of_all() -> list[tuple[str, type[BaseModel], list[str]]]:
+    """Sections with the tasks that have them: first what all have, then each task's own."""
+    kinds_of: dict[tuple[str, type[BaseModel]], list[str]] = {}
+    models: dict[str, type[BaseModel]] = {}
+    for kind, recipe in RECIPES.items():
+        for path, model in sections(recipe):
+            # The tasks' recipes differ in their sections, not in what stands at the top.
+            model = model if path else models.setdefault(path, model)
+            kinds_of.setdefault((path, model), []).append(kind)
+    ordered = sorted(kinds_of.items(), key=lambda item: len(item[1]) < len(RECIPES))
+    return [(path, model, kinds) for (path, model), kinds in ordered]
 
 
 def is_section(annotation: Any) -> bool:

@@ -108,6 +108,9 @@ class ToyTask(Task[Batch, Any]):
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         raise AssertionError
 
+    def missed_gate(self, report: Any) -> str | None:
+        raise NotImplementedError
+
     def sample(self, run_dir: Path, prompts: Any, seed: int, device: torch.device, output: Path) -> None:
         raise AssertionError
 
@@ -124,7 +127,7 @@ class TokenTask(ToyTask):
     def count(self, batch: Batch) -> int:
         return len(_tokens(batch))
 
-    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    def student_inputs(self, batch: Batch, teacher_outputs: Outputs | None, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"input": _tokens(batch)}
 
     def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:
@@ -151,7 +154,7 @@ class RowTask(ToyTask):
     def count(self, batch: Batch) -> int:
         return len(batch)
 
-    def student_inputs(self, batch: Batch, dtype: torch.dtype) -> dict[str, Tensor]:
+    def student_inputs(self, batch: Batch, teacher_outputs: Outputs | None, dtype: torch.dtype) -> dict[str, Tensor]:
         return {"input": _rows(batch)}
 
     def loss(self, student_outputs: Tensor, teacher_outputs: Outputs | None, batch: Batch) -> LossSum:

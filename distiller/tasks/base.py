@@ -109,8 +109,12 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """Tokens that the student's blocks see, for throughput."""
 
     @abstractmethod
-    def student_inputs(self, batch: BatchT, dtype: torch.dtype) -> Mapping[str, Any]:
-        """Keyword arguments of the trained module; `dtype` is its weights'."""
+    def student_inputs(self, batch: BatchT, teacher_outputs: Outputs | None, dtype: torch.dtype) -> Mapping[str, Any]:
+        """Keyword arguments of the trained module; `dtype` is its weights'.
+
+        A task whose loss needs a weight of the student (a language model's head) compares inside the module's forward,
+        where every engine has that weight whole; hence the teacher's outputs.
+        """
 
     @abstractmethod
     def loss(self, student_outputs: Any, teacher_outputs: Outputs | None, batch: BatchT) -> LossSum:
@@ -127,6 +131,10 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     @abstractmethod
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         """Compares `run_dir/student` with the teacher on held-out data; one process, JSON-ready figures."""
+
+    @abstractmethod
+    def missed_gate(self, report: Mapping[str, Any]) -> str | None:
+        """What `evaluate` measured against what the recipe demands: one line where that is missed."""
 
     @abstractmethod
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:

@@ -13,8 +13,8 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from distiller import draws
-from distiller.config import Recipe
 from distiller.devices import teacher_dtype
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
@@ -42,7 +42,7 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task
         self.files = find_pipeline(recipe.teacher)
         self.network = WanNetwork(self.files, self._task.max_sequence_length)
@@ -120,7 +120,10 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         ]
         return len(batch.sample_ids) * torch.Size(patches).numel()
 
-    def student_inputs(self, batch: DiffusionBatch, dtype: torch.dtype) -> Mapping[str, Any]:
+    def student_inputs(
+        self, batch: DiffusionBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
+    ) -> Mapping[str, Any]:
+        del teacher_outputs
         return {"latents": batch.noisy.to(dtype), "timesteps": batch.timesteps, "text": batch.text.to(dtype)}
 
     def loss(
@@ -199,6 +202,12 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         teacher.close()
         ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
+
+    def missed_gate(self, report: Mapping[str, Any]) -> str | None:
+        gate, reached = self._recipe.evaluation.min_recognised, report.get("student_recognised")
+        if gate is None or reached is None or reached >= gate:
+            return None
+        return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
         student = load_student(run_dir, self._task.max_sequence_length, device)

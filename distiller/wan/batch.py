@@ -9,7 +9,7 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
-from distiller.config import DiffusionTask
+from distiller.diffusion_config import DiffusionOptions
 from distiller.wan.network import WanNetwork
 from distiller.wan.noising import DiffusionSample
 from distiller.wan.text import pad_text
@@ -51,7 +51,7 @@ class DiffusionBatch:
         return self.map(Tensor.pin_memory)
 
 
-def collate(samples: Sequence[DiffusionSample], task: DiffusionTask, network: WanNetwork) -> DiffusionBatch:
+def collate(samples: Sequence[DiffusionSample], task: DiffusionOptions, network: WanNetwork) -> DiffusionBatch:
     """Stacks samples on the CPU; text is padded to the batch's longest prompt and two zero rows."""
     timesteps = torch.tensor([sample.timestep for sample in samples], dtype=torch.float32)
     sigmas = torch.tensor([sample.sigma for sample in samples], dtype=torch.float32)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from distiller.config import DiffusionTask, Recipe
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
 from distiller.digits import IMAGE_SIZE
 from distiller.errors import UserError
 from distiller.wan.pipeline import WanFiles
 
 
 def check_patches(
-    task: DiffusionTask, files: WanFiles, student: Mapping[str, Any], latent_shape: tuple[int, int, int, int]
+    task: DiffusionOptions, files: WanFiles, student: Mapping[str, Any], latent_shape: tuple[int, int, int, int]
 ) -> None:
     """Both networks' patches divide the latents and stay within their position tables."""
     teachers = {f"teacher {name}": config for name, config in files.transformer_configs.items()}
@@ -31,7 +31,7 @@ def check_patches(
                 )
 
 
-def check_feature_blocks(task: DiffusionTask, files: WanFiles, student: Mapping[str, Any]) -> None:
+def check_feature_blocks(task: DiffusionOptions, files: WanFiles, student: Mapping[str, Any]) -> None:
     """Matched blocks exist, and both networks see the same tokens."""
     features = task.losses.features
     teacher_layers = files.transformer_configs["transformer"]["num_layers"]
@@ -49,7 +49,7 @@ def check_feature_blocks(task: DiffusionTask, files: WanFiles, student: Mapping[
         raise UserError("task.losses.features needs equal patch sizes: the student's tokens would not match")
 
 
-def check_guidance(recipe: Recipe, files: WanFiles) -> None:
+def check_guidance(recipe: DiffusionRecipe, files: WanFiles) -> None:
     """Scales of a second expert need one."""
     given = {
         "task.guidance.scale_2": recipe.task.guidance.scale_2,
@@ -60,7 +60,7 @@ def check_guidance(recipe: Recipe, files: WanFiles) -> None:
             raise UserError(f"{key} is {scale:g} and the teacher has one transformer; remove it")
 
 
-def check_judge(recipe: Recipe) -> None:
+def check_judge(recipe: DiffusionRecipe) -> None:
     """The judge of digits looks at pictures of one size."""
     size = recipe.task.height, recipe.task.width
     if recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):

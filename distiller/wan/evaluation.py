@@ -18,7 +18,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller import draws
-from distiller.config import Recipe
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.teachers.base import Request, Teacher
 from distiller.wan.drawing import draw, guided_predictor, load_scheduler
 from distiller.wan.network import PREDICTION, WanNetwork
@@ -33,7 +33,7 @@ Judge = Callable[[np.ndarray], np.ndarray]
 
 
 def compare(
-    recipe: Recipe,
+    recipe: DiffusionRecipe,
     files: WanFiles,
     network: WanNetwork,
     teacher: Teacher,
@@ -133,7 +133,7 @@ class _Errors:
 
 
 def _teacher_trajectory(
-    recipe: Recipe,
+    recipe: DiffusionRecipe,
     files: WanFiles,
     network: WanNetwork,
     teacher: Teacher,
@@ -155,7 +155,7 @@ def _teacher_trajectory(
     return trajectory.latents
 
 
-def _pipeline_latents(pipeline: WanPipeline, recipe: Recipe, conditions: Conditions) -> Tensor:
+def _pipeline_latents(pipeline: WanPipeline, recipe: DiffusionRecipe, conditions: Conditions) -> Tensor:
     """What diffusers' own pipeline draws with the student in the teacher's place."""
     return pipeline(
         latents=conditions.noise,

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distiller import draws
-from distiller.config import Recipe, Timesteps
 from distiller.data.latents import LatentStore
 from distiller.data.order import SampleKey
+from distiller.diffusion_config import DiffusionRecipe, Timesteps
 from distiller.wan.pipeline import WanFiles
 from distiller.wan.text import TextStore
 
@@ -36,7 +36,7 @@ class NoisedData(Dataset[DiffusionSample]):
 
     def __init__(
         self,
-        recipe: Recipe,
+        recipe: DiffusionRecipe,
         files: WanFiles,
         latent_shape: tuple[int, ...],
         store: LatentStore | None,

@@ -20,10 +20,10 @@ from huggingface_hub.errors import (
 )
 from safetensors import SafetensorError, safe_open
 
-from distiller.config import Teacher
 from distiller.errors import UserError
 from distiller.resources import local_path
 from distiller.stages import digest_files
+from distiller.teacher_config import Teacher
 
 TRANSFORMERS = ("transformer", "transformer_2")
 ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")

@@ -19,8 +19,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from distiller import draws
-from distiller.config import Recipe
 from distiller.data.latents import PROMPTS_FILE
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 from distiller.wan.drawing import draw, guided_predictor, load_scheduler
@@ -35,7 +35,7 @@ class RolloutPlan:
 
     prompts: tuple[str, ...]
     latent_shape: tuple[int, int, int, int]
-    recipe: Recipe
+    recipe: DiffusionRecipe
 
     @property
     def num_samples(self) -> int:

@@ -11,7 +11,7 @@ from diffusers import WanTransformer3DModel
 from safetensors import SafetensorError
 from torch import Tensor
 
-from distiller.config import Recipe
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError
 from distiller.picture import labelled_grid
 from distiller.teachers.base import Teacher
@@ -44,14 +44,14 @@ def load_student(run_dir: Path, max_sequence_length: int, device: torch.device) 
     return model.eval().requires_grad_(False).to(device)
 
 
-def student_scale(recipe: Recipe) -> float:
+def student_scale(recipe: DiffusionRecipe) -> float:
     """The guidance scale at which the student draws: 1 when it has learnt guided predictions, else the teacher's."""
     learnt = recipe.task.guidance.scale is not None or recipe.task.targets == "stored"
     return 1.0 if learnt else recipe.sampling.guidance_scale
 
 
 def draw_teacher(
-    teacher: Teacher, network: WanNetwork, files: WanFiles, recipe: Recipe, conditions: Conditions
+    teacher: Teacher, network: WanNetwork, files: WanFiles, recipe: DiffusionRecipe, conditions: Conditions
 ) -> Tensor:
     """The teacher's latents [B, C, F, H, W]; may communicate, as its placement does."""
     sampling, ids = recipe.sampling, range(len(conditions.noise))
@@ -59,7 +59,9 @@ def draw_teacher(
     return draw(predict, load_scheduler(files), conditions.noise, sampling.num_inference_steps).latents
 
 
-def draw_student(student: WanTransformer3DModel, files: WanFiles, recipe: Recipe, conditions: Conditions) -> Tensor:
+def draw_student(
+    student: WanTransformer3DModel, files: WanFiles, recipe: DiffusionRecipe, conditions: Conditions
+) -> Tensor:
     """The student's latents [B, C, F, H, W], in float32."""
     predict = student_predictor(student, conditions, student_scale(recipe))
     return draw(predict, load_scheduler(files), conditions.noise, recipe.sampling.num_inference_steps).latents

@@ -10,10 +10,10 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from distiller import draws
-from distiller.config import Recipe
 from distiller.data.images import find_images
 from distiller.data.latents import LatentStore
 from distiller.data.prompts import read_prompts
+from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError
 from distiller.resources import local_path
 from distiller.stages import Stage, digest_files
@@ -31,7 +31,7 @@ class Source:
     """A recipe's data: `prompts` and `num_samples` are known from the start; `prepare` and `load` run the stages."""
 
     def __init__(
-        self, recipe: Recipe, files: WanFiles, network: WanNetwork, latent_shape: tuple[int, int, int, int]
+        self, recipe: DiffusionRecipe, files: WanFiles, network: WanNetwork, latent_shape: tuple[int, int, int, int]
     ) -> None:
         """Looks at what `data.path` holds. Raises UserError."""
         self._recipe, self._files, self._network, self._latent_shape = recipe, files, network, latent_shape

@@ -14,13 +14,13 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
-from distiller.config import Student
+from distiller.diffusion_config import DiffusionStudent
 from distiller.errors import UserError
 from distiller.resources import local_path
 from distiller.wan.pipeline import WanFiles, check_transformer_config, check_weights, transformer_defaults
 
 
-def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
+def student_config(student: DiffusionStudent, files: WanFiles) -> dict[str, Any]:
     """The student's `config.json`, checked against the teacher's. Reads no weights.
 
     Raises:
@@ -57,7 +57,9 @@ def student_config(student: Student, files: WanFiles) -> dict[str, Any]:
     return config
 
 
-def build_student(student: Student, config: Mapping[str, Any], files: WanFiles, seed: int) -> WanTransformer3DModel:
+def build_student(
+    student: DiffusionStudent, config: Mapping[str, Any], files: WanFiles, seed: int
+) -> WanTransformer3DModel:
     """Builds the student on the CPU in float32, the same on every rank and under every engine.
 
     New weights are drawn in a forked random state from `seed`; the global state is left as it was.
@@ -132,7 +134,7 @@ class DistilledStudent(nn.Module):
         return prediction, features
 
 
-def _read_config(student: Student) -> dict[str, Any]:
+def _read_config(student: DiffusionStudent) -> dict[str, Any]:
     if student.config is not None:
         file, key = local_path(student.config), "student.config"
     else:
@@ -157,14 +159,14 @@ def _read_config(student: Student) -> dict[str, Any]:
     return defaults | config
 
 
-def _model_folder(student: Student) -> Path:
+def _model_folder(student: DiffusionStudent) -> Path:
     folder = local_path(student.path or "")
     if not os.path.isdir(folder):
         raise UserError(f"student.path: {student.path} is not a folder; give a saved model's or a pipeline's")
     return folder / "transformer" if (folder / "transformer").is_dir() else folder
 
 
-def _load_saved(student: Student) -> WanTransformer3DModel:
+def _load_saved(student: DiffusionStudent) -> WanTransformer3DModel:
     return WanTransformer3DModel.from_pretrained(
         _model_folder(student), dtype=torch.float32, use_safetensors=True, local_files_only=True
     )

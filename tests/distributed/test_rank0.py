@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from distiller import draws
-from distiller.config import Teacher as TeacherOptions
 from distiller.errors import AgreedError, UserError
+from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import Outputs, Request, Teacher
 from distiller.teachers.base import Call
 from distiller.teachers.opening import open_teacher

@@ -14,6 +14,7 @@ LAYERS = [
     ["stopping", "machines", "operator_locks"],
     ["teacher_config"],
     ["config"],
+    ["diffusion_config"],
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],

@@ -20,9 +20,8 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 
 from distiller.cli import main
-from distiller.config import Recipe
 from distiller.plain_yaml import dump_yaml
-from distiller.recipe_file import dump, parse
+from distiller.recipe_file import RECIPES, dump, parse
 from tests import toys
 
 REMOVED = object()
@@ -243,6 +242,7 @@ def _is_constraint(part: Any) -> bool:
     return not isinstance(part, type) and typing.get_origin(part) is None
 
 
+Recipe = RECIPES["diffusion"]
 SECTIONS = [key for key, annotation in walk(Recipe) if is_section(annotation)]
 LEAVES = {key: scalars(annotation) for key, annotation in walk(Recipe) if not is_section(annotation)}
 NUMBERS = [key for key, types in LEAVES.items() if types & {int, float}]
@@ -337,7 +337,7 @@ class TestEveryKey:
         ({"task.timesteps.shift": "atuo"}, ["task.timesteps.shift", "'atuo'", "a number or 'auto'"]),
         ({"tracking.trackers": ["wandbb"]}, ["tracking.trackers.0", "'wandbb'", "'wandb', 'tensorboard'"]),
         ({"lr": 1e-3}, ["unknown key 'lr'", "'optim.lr'"]),
-        ({"batch_size": 4}, ["unknown key 'batch_size'", "'rollout.batch_size' or 'train.batch_size'"]),
+        ({"batch_size": 4}, ["unknown key 'batch_size'", "'train.batch_size' or 'evaluation.batch_size'"]),
         ({"teacher": REMOVED}, ["'teacher'", "missing", "add it"]),
         ({"student": REMOVED}, ["'student'", "missing", "add it"]),
         ({"data": REMOVED}, ["'data'", "missing", "add it"]),

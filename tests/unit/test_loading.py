@@ -12,7 +12,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.config import Teacher
+from distiller.teacher_config import Teacher
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
 from distiller.teachers.quantization_error import measure_error

@@ -5,7 +5,7 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
 from distiller import draws
-from distiller.config import Teacher
+from distiller.teacher_config import Teacher
 from distiller.teachers import Request
 from distiller.teachers.opening import open_teacher
 from distiller.wan.drawing import draw, guided_predictor, load_scheduler

@@ -6,13 +6,14 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.config import Student, Teacher
+from distiller.diffusion_config import DiffusionStudent
+from distiller.teacher_config import Teacher
 from distiller.wan.pipeline import find_pipeline
 from distiller.wan.student import DistilledStudent, build_student, evenly_spaced, student_config
 from tests import toys
 
 
-def build(student: Student, pipeline, seed: int = 0) -> WanTransformer3DModel:
+def build(student: DiffusionStudent, pipeline, seed: int = 0) -> WanTransformer3DModel:
     files = find_pipeline(Teacher(path=str(pipeline)))
     return build_student(student, student_config(student, files), files, seed)
 
@@ -30,7 +31,7 @@ def forward(model) -> torch.Tensor:
 
 
 def test_new_weights_depend_on_the_seed_alone(pipelines, tmp_path):
-    student = Student(config=str(toys.write_student_config(tmp_path / "student.json")))
+    student = DiffusionStudent(config=str(toys.write_student_config(tmp_path / "student.json")))
     torch.manual_seed(1)
     first = weights_of(build(student, pipelines[1]))
     state = torch.random.get_rng_state()
@@ -42,7 +43,7 @@ def test_new_weights_depend_on_the_seed_alone(pipelines, tmp_path):
 
 
 def test_all_of_the_teacher_is_the_teacher(pipelines):
-    student = build(Student(num_layers=3, num_attention_heads=2, ffn_dim=32), pipelines[1])
+    student = build(DiffusionStudent(num_layers=3, num_attention_heads=2, ffn_dim=32), pipelines[1])
     teacher = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
     assert torch.equal(forward(student), forward(teacher))
 
@@ -51,14 +52,14 @@ def test_depth_keeps_evenly_spaced_blocks(pipelines):
     assert evenly_spaced(2, 3) == [0, 2]
     assert evenly_spaced(4, 40) == [0, 13, 26, 39]
     assert evenly_spaced(1, 40) == [0]
-    student = build(Student(num_layers=2), pipelines[1])
+    student = build(DiffusionStudent(num_layers=2), pipelines[1])
     teacher = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
     teacher.blocks = torch.nn.ModuleList([teacher.blocks[0], teacher.blocks[2]])
     assert torch.equal(forward(student), forward(teacher))
 
 
 def test_width_keeps_leading_heads_and_channels(pipelines):
-    student = build(Student(num_attention_heads=1, ffn_dim=20), pipelines[1])
+    student = build(DiffusionStudent(num_attention_heads=1, ffn_dim=20), pipelines[1])
     teacher = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
     ours, theirs = student.blocks[1], teacher.blocks[1]
     assert torch.equal(ours.attn1.to_q.weight, theirs.attn1.to_q.weight[:12, :12])
@@ -72,12 +73,12 @@ def test_width_keeps_leading_heads_and_channels(pipelines):
 def test_a_saved_student_is_read_from_a_model_or_a_pipeline_folder(pipelines):
     teacher = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
     for path in (pipelines[1], pipelines[1] / "transformer"):
-        assert torch.equal(forward(build(Student(path=str(path)), pipelines[1])), forward(teacher))
+        assert torch.equal(forward(build(DiffusionStudent(path=str(path)), pipelines[1])), forward(teacher))
 
 
 def test_features_are_projected_into_the_teachers_width(pipelines, tmp_path):
     config = toys.write_student_config(tmp_path / "student.json")
-    model = build(Student(config=str(config)), pipelines[1])
+    model = build(DiffusionStudent(config=str(config)), pipelines[1])
     trained = DistilledStudent(model, (0, 1), teacher_dim=24, seed=0)
     model.enable_gradient_checkpointing()
     latents, text = torch.randn(2, 4, 1, 4, 4), torch.randn(2, 512, toys.TEXT_DIM)
@@ -93,4 +94,4 @@ def test_a_config_may_leave_defaults_out(pipelines, tmp_path):
     config = json.loads(file.read_text())
     del config["eps"]
     file.write_text(json.dumps(config))
-    assert build(Student(config=str(file)), pipelines[1]).config.eps == pytest.approx(1e-6)
+    assert build(DiffusionStudent(config=str(file)), pipelines[1]).config.eps == pytest.approx(1e-6)
