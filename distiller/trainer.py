@@ -184,7 +184,7 @@ def _settle_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
     """Under DDP a pass without effect, after which a resumed run adds gradients in an unbroken one's order."""
     if has_buckets(run.student):
         with leaving_no_trace(run.student, run.accelerator.device):
-            outputs = run.student(**run.task.student_inputs(batch, run.student_dtype))
+            outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
             (0.0 * run.task.loss(outputs, target, batch).total).backward()
 
 
