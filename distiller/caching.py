@@ -106,8 +106,8 @@ def _claimed_key(folder: Path, recipe: Recipe, task: Task[Any, Any], dtype: torc
 
 def _per_shard(recipe: Recipe, task: Task[Any, Any], measured: Measured, step: int) -> int:
     """Samples a file: whole requests, about `cache.shard_mib` of them, and no more than there are."""
-    wanted = min(int(recipe.cache.shard_mib * 2**20 / measured.bytes_per_sample), task.num_samples)
-    return max(1, wanted // step) * step
+    requests = int(recipe.cache.shard_mib * 2**20 / measured.bytes_per_sample) // step
+    return min(max(1, requests), -(-task.num_samples // step)) * step
 
 
 def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:
