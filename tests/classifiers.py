@@ -72,7 +72,7 @@ def save_pictures(folder: Path, count: int = 10) -> Path:
 
 
 def recipe(folder: Path, classifier: Path, pictures: Path, config: Any, **sections: Any) -> dict[str, Any]:
-    """A recipe that trains in seconds and writes under `folder`; `config` is the student's; `sections` are merged in."""
+    """A recipe that trains in seconds under `folder`, for a student of this config; `sections` go over it."""
     config.to_json_file(folder / "student.json")
     base: dict[str, Any] = {
         "output_dir": str(folder / "run"),

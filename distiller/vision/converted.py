@@ -10,13 +10,12 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import torch
 import transformers
-from transformers import AutoModelForImageClassification
 
 from distiller.errors import UserError
 from distiller.stages import Stage
 from distiller.vision.files import ClassifierFiles, stored_files, stored_names
+from distiller.vision.library import read_model
 
 
 def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -> list[Path]:
@@ -37,9 +36,7 @@ def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -
 
 def _convert(files: ClassifierFiles, stage: Stage) -> None:
     # First on the meta device, where nothing is read.
-    _, report = AutoModelForImageClassification.from_pretrained(
-        files.root, config=files.config, device_map="meta", output_loading_info=True, local_files_only=True
-    )
+    _, report = read_model(files.root, files.config, device_map="meta")
     for kind, what in (
         ("missing_keys", "lack"),
         ("unexpected_keys", "hold, unknown to the model,"),
@@ -50,10 +47,7 @@ def _convert(files: ClassifierFiles, stage: Stage) -> None:
             raise UserError(
                 f"{files.source}: its weights {what} {name}; give the weights that belong to its config.json"
             )
-    model = AutoModelForImageClassification.from_pretrained(
-        files.root, config=files.config, dtype="auto", use_safetensors=True, local_files_only=True
-    )
-    assert isinstance(model, torch.nn.Module)
+    model, _ = read_model(files.root, files.config, dtype="auto")
     shutil.rmtree(stage.partial, ignore_errors=True)
     model.save_pretrained(stage.partial, save_original_format=False)
     stage.finish()

@@ -8,10 +8,11 @@ from pathlib import Path
 import torch
 from accelerate import init_empty_weights
 from torch import nn
-from transformers import AutoModelForImageClassification, PretrainedConfig
+from transformers import PretrainedConfig
 
 from distiller.capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
+from distiller.vision.library import new_model
 from distiller.vision.structure import Structure, first_tensor
 
 LOGITS = "logits"
@@ -35,7 +36,7 @@ class ClassifierNetwork(Network):
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         with init_empty_weights():
-            model = AutoModelForImageClassification.from_config(self._config)
+            model = new_model(self._config)
         islands = set(model._keep_in_fp32_modules or ())
         saved = set(model.state_dict(keep_vars=True))
         for path, module in model.named_modules():

@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForImageClassification, PretrainedConfig
+from transformers import PretrainedConfig
+
+from distiller.vision.library import new_model
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def inspect_model(config: PretrainedConfig, picture_shape: tuple[int, int, int])
     Raises whatever the library raises where the config is no classifier's or the picture does not fit.
     """
     with torch.device("meta"):
-        model = AutoModelForImageClassification.from_config(config).eval()
+        model = new_model(config).eval()
         picture = torch.empty(1, *picture_shape)
     candidates = _repeated_layers(model)
     order: list[str] = []

@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForImageClassification, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from distiller.capture import capture_outputs
 from distiller.classification_config import ClassificationStudent
@@ -29,6 +29,7 @@ from distiller.vision.files import (
     stored_files,
 )
 from distiller.vision.group_norm_export import save_group_norm
+from distiller.vision.library import new_model, read_model
 from distiller.vision.structure import Structure, first_tensor
 
 
@@ -43,7 +44,7 @@ class StudentPlan:
     def skeleton(self) -> nn.Module:
         """The model on the meta device, with the norms that it is trained with."""
         with init_empty_weights(include_buffers=True):
-            model = AutoModelForImageClassification.from_config(self.config)
+            model = new_model(self.config)
         replace_batch_norm(model, self.options.batch_norm)
         return model
 
@@ -98,7 +99,7 @@ def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequen
     else:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForImageClassification.from_config(plan.config)
+            model = new_model(plan.config)
         if options.from_teacher:
             copy_layers(model, plan.structure, files.structure, teacher_files)
     replace_batch_norm(model, options.batch_norm)
@@ -109,14 +110,7 @@ def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequen
 def load_model(folder: Path, config: PretrainedConfig) -> nn.Module:
     """A saved classifier in float32. Raises UserError where its weights are not those of its config."""
     try:
-        model, report = AutoModelForImageClassification.from_pretrained(
-            folder,
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            output_loading_info=True,
-        )
+        model, report = read_model(folder, config, dtype=torch.float32)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: is damaged ({' '.join(str(error).split())}); copy it again") from error
     wrong = sorted(
@@ -146,7 +140,7 @@ def copy_layers(model: nn.Module, ours: Structure, theirs: Structure, files: Seq
 
 def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Processor, folder: Path) -> None:
     """Writes the model in the library's own format, with its processor, from the trained module's full state."""
-    model = AutoModelForImageClassification.from_config(plan.config)
+    model = new_model(plan.config)
     changes_norms = plan.options.batch_norm == "group" and has_batch_norm(model)
     replace_batch_norm(model, plan.options.batch_norm)
     ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
@@ -166,9 +160,9 @@ def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.M
     folder = run_dir / "student"
     if not (folder / "config.json").is_file():
         raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
-    if plan.options.batch_norm == "group" and has_batch_norm(AutoModelForImageClassification.from_config(plan.config)):
+    if plan.options.batch_norm == "group" and has_batch_norm(new_model(plan.config)):
         with torch.device("meta"):
-            model = AutoModelForImageClassification.from_config(plan.config)
+            model = new_model(plan.config)
         replace_batch_norm(model, "group")
         state: dict[str, Tensor] = {}
         try:

@@ -9,7 +9,6 @@ import time
 import torch
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import AutoModelForImageClassification
 
 from distiller.classification_config import TeacherTraining
 from distiller.config import Optim
@@ -18,6 +17,7 @@ from distiller.errors import RunError
 from distiller.optim import build_optimizer, learning_rate, set_learning_rate
 from distiller.stages import Stage
 from distiller.vision.files import ClassifierFiles, Processor
+from distiller.vision.library import new_model
 from distiller.vision.samples import PictureData, collate
 
 
@@ -40,7 +40,7 @@ def train_teacher(
     started = time.perf_counter()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(options.seed)
-        model = AutoModelForImageClassification.from_config(files.config)
+        model = new_model(files.config)
     model.to(device).train()
     optim = Optim(
         lr=options.lr, weight_decay=options.weight_decay, schedule="cosine", warmup_steps=options.warmup_steps

@@ -93,19 +93,20 @@ class TestStructure:
 
 
 class TestTeacher:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("kind", CONFIGS)
-    def test_answers_are_the_library_s_also_where_it_renames_what_it_saves(self, make_data, teachers, kind):
+    def test_answers_are_the_library_s_also_where_it_renames_what_it_saves(self, make_data, teachers, kind, dtype):
         task = TASKS["classification"](parse(make_data(kind)))
-        teacher = open_teacher(task.network, setup())
+        teacher = open_teacher(task.network, setup(dtype))
         pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
         answers = teacher.predict([Request(tuple(range(5)), {"pixels": pixels}, ("logits", "features/1"))])[0]
-        plain = AutoModelForImageClassification.from_pretrained(teachers[kind])
+        plain = AutoModelForImageClassification.from_pretrained(teachers[kind], dtype=dtype)
         kept = []
         plain.get_submodule(task.network.block_names("classifier")[1]).register_forward_hook(
             lambda module, args, output: kept.append(output)
         )
         with torch.no_grad():
-            torch.testing.assert_close(answers["logits"], plain(pixels).logits, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(answers["logits"], plain(pixels.to(dtype)).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(answers["features/1"], kept[0], rtol=1e-5, atol=1e-5)
         assert task.network.num_parameters() == sum(p.numel() for p in plain.parameters())
 
