@@ -61,7 +61,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             raise UserError(
                 "train.gradient_checkpointing: the library does not offer it for this student; set it false"
             )
-        pictures = open_pictures(recipe.data)
+        self._pictures = pictures = open_pictures(recipe.data)
         origin = f"data.path: {recipe.data.path}" if recipe.data.path else f"data.kind: {recipe.data.kind}"
         numbers = class_numbers(pictures.class_names, self._files.labels, origin)
         trained_on, held_out = split_held_out(pictures.classes, recipe.data.held_out)
@@ -148,7 +148,27 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         return PictureBatch(moved.sample_ids, moved.pixels.to(memory_format=torch.channels_last), moved.labels)
 
     def request(self, batch: PictureBatch) -> Request:
-        return Request(batch.sample_ids, {"pixels": batch.pixels}, (LOGITS, *self._feature_names))
+        return Request(batch.sample_ids, {"pixels": batch.pixels}, self.wanted)
+
+    @property
+    def has_draws(self) -> bool:
+        return self._recipe.data.augmentation != "none"
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (LOGITS, *self._feature_names)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        del dtype
+        data = self._recipe.data
+        changes = {"augmentation": data.augmentation, "crop_scale": data.crop_scale if self.has_draws else None}
+        pictures = digest_of(self._pictures.versions())
+        return {
+            **changes,
+            "config": self._files.config.to_diff_dict(),
+            "processor": self._processor.describe(),
+            "pictures": pictures,
+        }
 
     def sample_ids(self, batch: PictureBatch) -> tuple[int, ...]:
         return batch.sample_ids

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -32,6 +33,10 @@ class Pictures(ABC):
     names: Sequence[str]
 
     @abstractmethod
+    def versions(self) -> list[Any]:
+        """What changes when the pictures do, for JSON. Reads none of them."""
+
+    @abstractmethod
     def read(self, number: int, num_channels: int) -> Picture:
         """One picture, uint8 [H, W, C]. Raises RunError when it cannot be read."""
 
@@ -58,6 +63,10 @@ class FolderPictures(Pictures):
             raise UserError(f"data.path: {path} holds no folders; data.kind=images needs one for each class")
         self.classes = classes
         self.names = [str(file.relative_to(path)) for file in self._files]
+
+    def versions(self) -> list[Any]:
+        """Sizes and times: whole contents would be hours of a large data set."""
+        return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in self._files)]
 
     def read(self, number: int, num_channels: int) -> Picture:
         file = self._files[number]
@@ -108,6 +117,9 @@ class DatasetPictures(Pictures):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
+    def versions(self) -> list[Any]:
+        return [str(self._loaded._fingerprint)]
+
     def read(self, number: int, num_channels: int) -> Picture:
         try:
             return as_picture(self._loaded[number][self._column], num_channels)
@@ -127,6 +139,9 @@ class DigitPictures(Pictures):
             raise UserError("data.kind=digits needs scikit-learn; pip install 'distiller[demo]'") from error
         self.classes = labels.tolist()
         self.names = [f"digit/{number}" for number in range(len(self.classes))]
+
+    def versions(self) -> list[Any]:
+        return [hashlib.sha256(self._images.tobytes()).hexdigest()]
 
     def read(self, number: int, num_channels: int) -> Picture:
         return np.repeat(self._images[number][:, :, None], num_channels, axis=2)

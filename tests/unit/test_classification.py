@@ -17,7 +17,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Po
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.errors import UserError
-from distiller.recipe_file import parse
+from distiller.recipe_file import dump, parse
 from distiller.tasks import TASKS
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
@@ -311,6 +311,21 @@ class TestRuns:
         run(data | {"output_dir": str(tmp_path / "again")})
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+
+    @pytest.mark.parametrize("augmentation", ["none", "crop"])
+    def test_cached_answers_train_the_same_student(self, make_data, tmp_path, fresh, augmentation):
+        data = make_data(data={"augmentation": augmentation}, cache={"draws": 2 if augmentation == "crop" else None})
+        live = run(data)
+        fresh()
+        from distiller.cli import main
+
+        (tmp_path / "recipe.yaml").write_text(dump(parse(data)))
+        place = f"teacher.cache={tmp_path / 'answers'}"
+        assert main(["cache", str(tmp_path / "recipe.yaml"), place]) == 0
+        fresh()
+        more = {"placement": "cached", "cache": str(tmp_path / "answers")}
+        cached = run(data | {"output_dir": str(tmp_path / "cached"), "teacher": data["teacher"] | more})
+        assert torch.equal(classifiers.student_vector(cached), classifiers.student_vector(live))
 
     def test_labels_alone_need_no_teacher(self, make_data):
         losses = {"distillation": {"alpha": 0.0}}
