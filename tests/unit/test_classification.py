@@ -16,6 +16,7 @@ from transformers import AutoImageProcessor, AutoModelForImageClassification, Po
 
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
+from distiller.classification_config import ClassificationData
 from distiller.errors import UserError
 from distiller.recipe_file import dump, parse
 from distiller.tasks import TASKS
@@ -26,6 +27,7 @@ from distiller.vision.files import Processor
 from distiller.vision.labels import class_numbers
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
+from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
 from tests import classifiers, toys
 from tests.toy_network import setup
@@ -218,6 +220,25 @@ class TestData:
         ):
             with pytest.raises(UserError, match=words):
                 class_numbers(names, labels, "data")
+
+    def test_a_saved_data_set_holds_the_folder_s_pictures(self, pictures, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        loaded = datasets.load_dataset("imagefolder", data_dir=str(pictures), cache_dir=str(tmp_path / "cache"))
+        loaded.save_to_disk(str(tmp_path / "saved"))
+        ours = open_pictures(ClassificationData(kind="datasets", path=str(tmp_path / "saved")))
+        theirs = open_pictures(ClassificationData(path=str(pictures)))
+        assert ours.class_names == theirs.class_names
+        assert list(ours.classes) == list(theirs.classes)
+        assert all(np.array_equal(ours.read(i, 3), theirs.read(i, 3)) for i in range(len(ours.classes)))
+        for changes, words in (
+            ({"split": "x"}, "there are train"),
+            ({"image_column": "x"}, "there are image, label"),
+            ({"label_column": "image"}, "is no ClassLabel"),
+            ({"image_column": "label"}, "holds no images"),
+            ({"path": str(pictures)}, "save_to_disk"),
+        ):
+            with pytest.raises(UserError, match=words):
+                open_pictures(ClassificationData(**{"kind": "datasets", "path": str(tmp_path / "saved"), **changes}))
 
 
 class TestRuns:
