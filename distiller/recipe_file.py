@@ -12,13 +12,17 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from distiller.classification_config import ClassificationRecipe
 from distiller.config import Recipe
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError, shown
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 
-RECIPES: dict[str, type[Recipe]] = {"diffusion": DiffusionRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "diffusion": DiffusionRecipe,
+    "classification": ClassificationRecipe,
+}
 """`task.kind` -> what a recipe of that task holds."""
 
 ALTERNATIVES = (
@@ -26,7 +30,7 @@ ALTERNATIVES = (
     (
         ("student.config",),
         ("student.path",),
-        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim"),
+        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim", "student.depths"),
     ),
 )
 """Ways to say one thing, each a tuple of keys, of which a recipe uses one."""
