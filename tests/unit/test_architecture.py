@@ -14,7 +14,7 @@ LAYERS = [
     ["stopping", "machines", "operator_locks"],
     ["teacher_config"],
     ["config"],
-    ["diffusion_config"],
+    ["diffusion_config", "language_config"],
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],
