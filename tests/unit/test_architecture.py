@@ -26,7 +26,7 @@ LAYERS = [
     ["stopping", "machines", "operator_locks", "durable"],
     ["teacher_config"],
     ["config"],
-    ["classification_config", "diffusion_config"],
+    ["classification_config", "diffusion_config", "language_config"],
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],
