@@ -15,10 +15,11 @@ from pydantic import BaseModel, ValidationError
 from distiller.config import Recipe
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError, shown
+from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 
-RECIPES: dict[str, type[Recipe]] = {"diffusion": DiffusionRecipe}
+RECIPES: dict[str, type[Recipe]] = {"diffusion": DiffusionRecipe, "causal_lm": LanguageRecipe}
 """`task.kind` -> what a recipe of that task holds."""
 
 ALTERNATIVES = (
@@ -26,7 +27,7 @@ ALTERNATIVES = (
     (
         ("student.config",),
         ("student.path",),
-        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim"),
+        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim", *(f"student.{key}" for key in CUTS)),
     ),
 )
 """Ways to say one thing, each a tuple of keys, of which a recipe uses one."""

@@ -11,7 +11,7 @@ LAYERS = [
     ["errors", "__init__"],
     ["resources", "plain_yaml", "process", "draws", "capture", "losses", "picture", "timing", "digits", "line_file"],
     ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
-    ["stopping", "machines", "operator_locks"],
+    ["stopping", "machines", "operator_locks", "hub"],
     ["teacher_config"],
     ["config"],
     ["diffusion_config", "language_config"],

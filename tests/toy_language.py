@@ -1,0 +1,83 @@
+"""Small random language models, saved as the library saves them, with a tokenizer of a few words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+
+from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
+
+WORDS = tuple("the a red blue green old young cat dog bird fox runs sits flies sleeps sings and but then here".split())
+SPECIAL = ("<pad>", "<eos>", "<unk>")
+VOCABULARY = len(SPECIAL) + len(WORDS)
+
+
+def make_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
+    """One token a word."""
+    vocabulary = {word: number for number, word in enumerate((*SPECIAL, *words))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>", bos_token="<eos>"
+    )
+
+
+def llama_config(**changes: Any) -> LlamaConfig:
+    """Five layers, grouped heads, tied weights."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "tie_word_embeddings": True,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,
+    }
+    return LlamaConfig(**(values | changes))
+
+
+def gpt2_config(**changes: Any) -> GPT2Config:
+    """Two layers, fused projections, learned positions, biases, dropout."""
+    values = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2Config(**(values | {"bos_token_id": 1, "eos_token_id": 1, "initializer_range": 0.3} | changes))
+
+
+def save_model(folder: Path, config: Any = None, seed: int = 0, tokenizer: Any = None) -> Path:
+    """Saves a random model and a tokenizer."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config or llama_config())
+    model.save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    return folder
+
+
+def write_config(file: Path, config: Any) -> Path:
+    """A student's config.json."""
+    file.write_text(json.dumps(config.to_dict()), encoding="utf-8")
+    return file
+
+
+def sample(sample_id: int, length: int, num_learnt: int | None = None) -> TokenSample:
+    """A row of one document; the last `num_learnt` positions but one are learnt (None: all but the last)."""
+    generator = torch.Generator().manual_seed(sample_id)
+    ids = torch.randint(len(SPECIAL), VOCABULARY, (length,), generator=generator)
+    labels = torch.cat([ids[1:], torch.tensor([IGNORED])])
+    if num_learnt is not None:
+        labels[: length - 1 - num_learnt] = IGNORED
+    return TokenSample(sample_id, ids, torch.arange(length), labels)
+
+
+def batch_of(lengths: list[int], first_id: int = 0) -> LanguageBatch:
+    """A batch of such rows."""
+    return collate([sample(first_id + number, length) for number, length in enumerate(lengths)], pad_id=0)
