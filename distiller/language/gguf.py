@@ -1,0 +1,160 @@
+"""A GGUF file (llama.cpp's format) becomes a plain transformers folder once, in keyed stages.
+
+What it is (config, tokenizer) is converted at once and without its weights, so that a recipe can be checked against
+it; the weights follow when they are needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from tokenizers import pre_tokenizers
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from distiller.errors import RunError, UserError
+from distiller.stages import Stage, digest_files
+
+FORMAT = 1
+"""Of what is made of a file; another number is another key."""
+
+HALVES = (torch.bfloat16, torch.float16)
+
+PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    # Its vocabulary was learnt with every digit apart; GPT-2's rule, which transformers falls back to, joins them.
+    "smollm": lambda: pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    ),
+}
+"""Names that a file gives to its way of splitting text, and which transformers does not know."""
+
+
+@final
+class GgufModel:
+    """A GGUF file of a causal language model.
+
+    Attributes:
+        description: the folder with config.json and the tokenizer's files.
+    """
+
+    def __init__(self, file: Path, stages_dir: Path) -> None:
+        """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
+        if importlib.util.find_spec("gguf") is None:
+            raise UserError(f"teacher.path: {file} needs the package gguf to be read; pip install gguf")
+        if not file.is_file():
+            raise UserError(f"teacher.path: {file} does not exist; give a .gguf file")
+        self._file, self._stages_dir = file, stages_dir
+        self._key = {
+            "format": FORMAT,
+            "file": digest_files([file]),
+            "transformers": version("transformers"),
+            "gguf": version("gguf"),
+        }
+        stage = Stage("gguf-description", self._key, stages_dir)
+        try:
+            # Whoever comes first: if the file is wrong, the next one finds the same and says so, and none waits.
+            stage.make_once(True, lambda: self._describe(stage))
+        except OSError as error:
+            raise UserError(f"{file} cannot be converted in {stage.folder} ({error}); set cache_dir=...") from error
+        self.description = stage.folder
+
+    def convert(self, is_maker: bool) -> Path:
+        """The folder with config.json, the tokenizer's files and the weights in safetensors, converted if no run has.
+
+        The weights have float32's values of the file's blocks; they are stored in bfloat16 or float16 where each of
+        them is exactly such a number, else in float32. One process of a machine (`is_maker`) holds all of them in
+        float32 meanwhile; the others wait for its files, however long it takes, without a collective.
+        """
+        stage = Stage("gguf", self._key, self._stages_dir)
+        stage.make_once(is_maker, lambda: self._convert(stage))
+        return stage.folder
+
+    def _describe(self, stage: Stage) -> None:
+        folder, name = self._file.parent, self._file.name
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
+            with torch.device("meta"):
+                config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
+            pre_tokenizer = self._pre_tokenizer()
+        except Exception as error:
+            # Whatever its readers make of a damaged file, or of a model that they do not know.
+            why = " ".join(str(error).split())
+            raise UserError(
+                f"teacher.path: {self._file} is not a complete GGUF file of a causal language model that transformers "
+                f"knows ({type(error).__name__}: {why})"
+            ) from error
+        if pre_tokenizer in PRE_TOKENIZERS:
+            assert isinstance(tokenizer, PreTrainedTokenizerFast)
+            tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]()
+        config.dtype = torch.float32
+        stage.partial.mkdir(parents=True, exist_ok=True)
+        config.save_pretrained(stage.partial)
+        tokenizer.save_pretrained(stage.partial)
+        stage.finish()
+
+    def _pre_tokenizer(self) -> str:
+        # Imported here, since it is an extra.
+        reader = importlib.import_module("gguf").GGUFReader(str(self._file))
+        field = reader.fields.get("tokenizer.ggml.pre")
+        return "" if field is None else str(field.contents())
+
+    def _convert(self, stage: Stage) -> None:
+        # Under ZeRO-3 transformers would partition the weights over ranks, of which this one alone is here.
+        unset_hf_deepspeed_config()
+        try:
+            model = AutoModelForCausalLM.from_pretrained(
+                self._file.parent,
+                gguf_file=self._file.name,
+                dtype=torch.float32,
+                local_files_only=True,
+                **_whole_weights(),
+            )
+        except Exception as error:
+            why = " ".join(str(error).split())
+            raise RunError(f"{self._file}: the weights cannot be read ({type(error).__name__}: {why})") from error
+        state: dict[str, Tensor] = model.state_dict()
+        dtype = exact_dtype(state)
+        stage.partial.mkdir(parents=True, exist_ok=True)
+        config = AutoConfig.from_pretrained(self.description)
+        config.dtype = dtype
+        config.save_pretrained(stage.partial)
+        AutoTokenizer.from_pretrained(self.description, local_files_only=True).save_pretrained(stage.partial)
+        if config.tie_word_embeddings:
+            # Converted, a shared matrix would be two.
+            state = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
+        save_torch_state_dict(
+            {name: tensor.to(dtype) for name, tensor in state.items()},
+            stage.partial,
+            filename_pattern="model{suffix}.safetensors",
+            metadata={"format": "pt"},
+        )
+        for file in stage.partial.iterdir():
+            # safetensors creates its files for the owner only.
+            file.chmod(0o644)
+        stage.finish()
+
+
+def exact_dtype(state: dict[str, Tensor]) -> torch.dtype:
+    """The smallest type that holds every one of these float32 tensors bit for bit."""
+    for dtype in HALVES:
+        if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in state.values()):
+            return dtype
+    return torch.float32
+
+
+def _whole_weights() -> dict[str, Any]:
+    """Newer versions of transformers keep a file's blocks as they are, where they find a kernel, unless told not to."""
+    try:
+        from transformers import GgufConfig
+    except ImportError:
+        return {}
+    return {"quantization_config": GgufConfig(dequantize=True)}

@@ -1,0 +1,109 @@
+"""A recipe's documents, tokenised once and laid out in rows for training and for evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import final
+
+from accelerate import Accelerator
+
+from distiller.config import Recipe
+from distiller.errors import UserError
+from distiller.language.rows import Layout, TextData, lay_out
+from distiller.language.text import open_corpus
+from distiller.language.tokenised import TokenStore, tokenise_corpus
+from distiller.language.tokenising import DocumentTokenizer
+from distiller.language_config import LanguageData
+from distiller.stages import Stage, digest_of
+
+FORMAT = 1
+"""Of the stage's files and of what is made of a document; another number is another key."""
+
+
+@final
+class LanguageSource:
+    """Everything is known once it is made, since how many rows there are depends on the tokens.
+
+    The first process to be made tokenises, behind a lock, the others find its result; no process group is needed.
+
+    Attributes:
+        num_samples: rows to train on.
+        data_digest: changes with anything that changes a row.
+        pad_id: what `collate` fills rows up with.
+        num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
+    """
+
+    def __init__(self, recipe: Recipe, tokenizer_folder: Path) -> None:
+        """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError."""
+        data: LanguageData = recipe.data
+        self._data, corpus, tokenizer = data, open_corpus(data), DocumentTokenizer(tokenizer_folder)
+        self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
+        key = {
+            "format": FORMAT,
+            "kind": data.kind,
+            "split": data.split if data.kind == "datasets" else None,
+            "data": corpus.digest,
+            "max_samples": data.max_samples,
+            "tokenizer": tokenizer.digest,
+        }
+        stage = Stage("tokens", key, recipe.stages_dir)
+        try:
+            # Whoever comes first: if its documents are wrong, the next one finds the same and says so, and none waits.
+            stage.make_once(True, lambda: tokenise_corpus(stage, corpus, tokenizer, data.max_samples))
+        except OSError as error:
+            raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
+        self._store = TokenStore(stage.folder)
+        held_out = held_out_documents(len(self._store), data.held_out)
+        training = [number for number in range(len(self._store)) if number not in held_out]
+        self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
+        # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
+        self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
+        self.num_samples = len(self._training.row_starts) - 1
+        self.data_digest = digest_of([key, data.max_length, data.packing, data.held_out])
+
+    def prepare(self, accelerator: Accelerator) -> None:
+        """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""
+        for name, layout in (("training", self._training), ("held out", self._held_out)):
+            accelerator.print(f"{name}: {self._described(layout)}")
+            if layout.num_cut:
+                accelerator.print(
+                    f"warning: {name}: {layout.num_cut} documents are longer than data.max_length "
+                    f"{self._data.max_length} and were cut"
+                )
+            if layout.num_left_out:
+                accelerator.print(
+                    f"warning: {name}: {layout.num_left_out} documents were left out: within data.max_length "
+                    f"{self._data.max_length} nothing of them is learnt"
+                )
+
+    def load(self) -> TextData:
+        """The rows to train on."""
+        return TextData(self._store, self._training)
+
+    def held_out(self) -> TextData:
+        """The rows that training never sees, in the documents' order, each of one document; empty with held_out 0."""
+        return TextData(self._store, self._held_out)
+
+    def _described(self, layout: Layout) -> str:
+        num_tokens = int((layout.pieces[:, 1] - layout.pieces[:, 0]).sum())
+        return f"{len(layout.row_starts) - 1} rows of at most {self._data.max_length} tokens, {num_tokens} in all"
+
+
+def held_out_documents(num_documents: int, share: float) -> set[int]:
+    """Which documents are held out: those whose number's hash is small; at least one where a share is asked for.
+
+    The same for every seed, so that runs are compared on the same; more documents behind them change no choice. Of a
+    single document nothing is held out.
+    """
+    if share == 0 or num_documents < 2:
+        return set()
+    places = {number: _hash(number) for number in range(num_documents)}
+    chosen = {number for number, place in places.items() if place < share}
+    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)
+    return (chosen or {first}) - ({last} if len(chosen) == num_documents else set())
+
+
+def _hash(number: int) -> float:
+    """A number in [0, 1)."""
+    return int.from_bytes(hashlib.blake2b(f"held out/{number}".encode(), digest_size=8).digest(), "little") / 2**64

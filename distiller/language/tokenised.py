@@ -1,0 +1,79 @@
+"""Tokenised once: a keyed stage's folder of documents as tokens, memory-mapped by every process that reads them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+
+from distiller.errors import UserError
+from distiller.language.text import Corpus, documents_of
+from distiller.language.tokenising import DocumentTokenizer
+from distiller.process import is_main_process
+from distiller.stages import Stage
+
+TOKENS_FILE = "tokens.safetensors"
+
+
+def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, max_samples: int | None) -> None:
+    """Writes the stage. Holds the tokens (5 bytes each) in memory while it does. Called by one process.
+
+    Raises UserError for what is wrong with a document, and for a corpus without any.
+    """
+    tokens: list[NDArray[np.int32]] = []
+    learnt: list[NDArray[np.bool_]] = []
+    with tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False, disable=not is_main_process()) as bar:
+        for document in tokenizer.tokenise(documents_of(corpus, max_samples)):
+            tokens.append(document.tokens)
+            learnt.append(document.learnt)
+            bar.update()
+    if not tokens:
+        raise UserError("data.path: there is no document that is not blank; give at least as many as one update takes")
+    written = {
+        "tokens": torch.from_numpy(np.concatenate(tokens)),
+        "learnt": torch.from_numpy(np.concatenate(learnt)),
+        "ends": torch.tensor([len(part) for part in tokens]).cumsum(0),
+        # The first token of all can be said by nobody: nothing comes before it.
+        "first_learnt": torch.tensor([_first_learnt(part) for part in learnt]),
+        "has_prompt": torch.tensor([not bool(part.all()) for part in learnt]),
+    }
+    stage.partial.mkdir(parents=True, exist_ok=True)
+    save_file(written, stage.partial / TOKENS_FILE)
+    stage.finish()
+
+
+def _first_learnt(learnt: NDArray[np.bool_]) -> int:
+    places = np.flatnonzero(learnt[1:])
+    return int(places[0]) + 1 if len(places) else len(learnt)
+
+
+@final
+class TokenStore:
+    """A finished stage's documents. Its large tensors are views of the mapped file, which loader processes share.
+
+    Attributes:
+        tokens: int32 [N], all documents one after the other.
+        learnt: bool [N].
+        starts, ends: int64 [D], where each document lies in them.
+        first_learnt: int64 [D], counted from the document's start; at least 1, and its length where nothing is learnt.
+        has_prompt: bool [D], whether some of its tokens are not learnt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        with safe_open(folder / TOKENS_FILE, framework="pt") as handle:
+            self.tokens: Tensor = handle.get_tensor("tokens")
+            self.learnt: Tensor = handle.get_tensor("learnt")
+            self.ends: NDArray[np.int64] = handle.get_tensor("ends").numpy()
+            self.first_learnt: NDArray[np.int64] = handle.get_tensor("first_learnt").numpy()
+            self.has_prompt: NDArray[np.bool_] = handle.get_tensor("has_prompt").numpy()
+        self.starts = np.concatenate([np.zeros(1, dtype=np.int64), self.ends[:-1]])
+
+    def __len__(self) -> int:
+        return len(self.ends)

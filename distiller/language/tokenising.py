@@ -1,0 +1,180 @@
+"""Documents become tokens, and it is said of every token whether it is learnt."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+from jinja2 import TemplateError
+from numpy.typing import NDArray
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from distiller.errors import UserError
+from distiller.language.documents import Answer, Chat, Document, Text
+from distiller.stages import digest_of
+
+BATCH = 256
+"""Documents that are tokenised at once, by the tokenizer's own threads."""
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Spans = Sequence[tuple[int, int]]
+"""Ranges of characters."""
+
+
+@final
+@dataclass(frozen=True)
+class TokenisedDocument:
+    """Of one document: its tokens int32 [n], and bool [n], whether the model learns to say each of them."""
+
+    tokens: NDArray[np.int32]
+    learnt: NDArray[np.bool_]
+
+
+@final
+class DocumentTokenizer:
+    """A tokenizer of the tokenizers library, and what it makes of each form of document.
+
+    - A text is learnt whole, and ends with the end-of-text token where the tokenizer has one.
+    - An answer is tokenised together with its prompt, since words may join; tokens that end after the prompt are
+      learnt, and so is the end-of-text token after it.
+    - A conversation is what the chat template writes. Learnt is what the template marks with `{% generation %}`, or
+      else, for each of the assistant's turns, what it adds to the turns before and their generation prompt.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UserError when there is no such tokenizer in the folder."""
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:
+            # Whatever a damaged or missing file makes of the classes that it is tried with.
+            why = " ".join(str(error).split())[:200]
+            raise UserError(f"{folder}: holds no tokenizer that transformers reads ({why})") from error
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            raise UserError(
+                f"{folder}: the tokenizer is a {type(tokenizer).__name__}, which does not say where tokens lie in the "
+                "text; give one with a tokenizer.json"
+            )
+        self._tokenizer = tokenizer
+        self.pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        self.num_ids = len(tokenizer)
+
+    @property
+    def digest(self) -> str:
+        """The digest of what it does, wherever it was read from."""
+        tokenizer = self._tokenizer
+        return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id])
+
+    def tokenise(self, documents: Iterable[Document]) -> Iterator[TokenisedDocument]:
+        """In the documents' order. Raises UserError, naming the document."""
+        with _own_threads():
+            remaining = iter(documents)
+            while batch := list(islice(remaining, BATCH)):
+                yield from self._tokenise(batch)
+
+    def _tokenise(self, documents: Sequence[Document]) -> Iterator[TokenisedDocument]:
+        plain = [number for number, document in enumerate(documents) if not isinstance(document, Chat)]
+        chats = [number for number, document in enumerate(documents) if isinstance(document, Chat)]
+        found: dict[int, TokenisedDocument] = {}
+        if chats and self._has_marks(documents[chats[0]]):
+            found, chats = {number: self._tokenise_marked(documents[number]) for number in chats}, []
+        rendered = {number: self._render(documents[number]) for number in (*plain, *chats)}
+        for numbers, adds_special_tokens in ((plain, True), (chats, False)):
+            if not numbers:
+                continue
+            encoded = self._tokenizer(
+                [rendered[number][0] for number in numbers],
+                add_special_tokens=adds_special_tokens,
+                return_offsets_mapping=True,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+                truncation=False,
+                verbose=False,
+            )
+            for number, ids, offsets in zip(numbers, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                found[number] = self._assembled(documents[number], ids, offsets, rendered[number][1])
+        yield from (found[number] for number in range(len(documents)))
+
+    def _render(self, document: Document) -> tuple[str, Spans]:
+        """The text of a document, and which of its characters are learnt."""
+        if isinstance(document, Text):
+            return document.text, ((0, len(document.text)),)
+        if isinstance(document, Answer):
+            text = document.prompt + document.completion
+            return text, ((len(document.prompt), len(text)),)
+        return self._render_chat(document)
+
+    def _assembled(
+        self, document: Document, ids: list[int], offsets: list[tuple[int, int]], spans: Spans
+    ) -> TokenisedDocument:
+        tokens, places = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        # Special tokens that the tokenizer adds lie nowhere in the text.
+        learnt = np.full(len(tokens), isinstance(document, Text))
+        for start, end in spans:
+            learnt |= (places[:, 1] > start) & (places[:, 0] < end)
+        end_of_text = self._tokenizer.eos_token_id
+        if end_of_text is not None and not isinstance(document, Chat):
+            if not len(tokens) or tokens[-1] != end_of_text:
+                tokens, learnt = np.append(tokens, np.int32(end_of_text)), np.append(learnt, True)
+            learnt[-1] = True
+        return TokenisedDocument(tokens, learnt)
+
+    def _has_marks(self, chat: Document) -> bool:
+        """Whether the chat template marks what the assistant generates."""
+        try:
+            template = self._tokenizer.get_chat_template()
+        except ValueError as error:
+            raise UserError(
+                f"data.path: {chat.origin} is a conversation and the tokenizer has no chat template; write prompt and "
+                "completion instead, or give a teacher that has one"
+            ) from error
+        return _GENERATION.search(template) is not None
+
+    def _tokenise_marked(self, chat: Document) -> TokenisedDocument:
+        assert isinstance(chat, Chat)
+        encoded = self._apply(chat.origin, chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+        learnt = np.array(encoded["assistant_masks"], dtype=np.bool_)
+        return TokenisedDocument(np.array(encoded["input_ids"], dtype=np.int32), learnt)
+
+    def _render_chat(self, chat: Chat) -> tuple[str, Spans]:
+        messages, spans = chat.messages, []
+        whole = self._apply(chat.origin, messages, tokenize=False)
+        for number, message in enumerate(messages):
+            if message["role"] == "assistant":
+                before = self._apply(chat.origin, messages[:number], tokenize=False, add_generation_prompt=True)
+                after = self._apply(chat.origin, messages[: number + 1], tokenize=False)
+                if not (after.startswith(before) and whole.startswith(after)):
+                    raise UserError(
+                        f"data.path: {chat.origin}: the chat template writes message {number + 1} in another way when "
+                        "others follow it or when it is to be generated, so the answer cannot be told from the rest; "
+                        "mark it with {% generation %} in the template, or write prompt and completion"
+                    )
+                spans.append((len(before), len(after)))
+        return whole, spans
+
+    def _apply(self, origin: str, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        """The chat template applied; UserError for what it raises."""
+        try:
+            return self._tokenizer.apply_chat_template(list(messages), **options)
+        except (TemplateError, TypeError, ValueError, KeyError) as error:
+            why = " ".join(str(error).split())
+            raise UserError(f"data.path: {origin}: the chat template refuses the conversation ({why})") from error
+
+
+@contextmanager
+def _own_threads() -> Iterator[None]:
+    """The tokenizer's threads, for as long as no process is forked: loader processes would inherit their locks."""
+    name = "TOKENIZERS_PARALLELISM"
+    given = os.environ.get(name)
+    os.environ.setdefault(name, "true")
+    try:
+        yield
+    finally:
+        if given is None:
+            os.environ[name] = "false"
