@@ -58,7 +58,7 @@ class LanguageStudent(Section):
     num_layers: Positive | None = Field(None, description="evenly spaced layers of the teacher")
     hidden_size: Positive | None = Field(None, description="the teacher's first channels (width)")
     num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
-    num_key_value_heads: Positive | None = Field(None, description="the teacher's first ones; null = in proportion")
+    num_key_value_heads: Positive | None = Field(None, description="the teacher's first ones; None = in proportion")
     intermediate_size: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
 
     @property
@@ -114,8 +114,8 @@ class LanguageData(Data):
 class LanguageEvaluation(Section):
     """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
 
-    batch_size: Positive = Field(8, description="rows a batch, of similar length")
-    max_rows: Positive | None = Field(None, description="only the first so many; null = all")
+    batch_tokens: Positive = Field(8192, description="tokens a batch, padding included; rows of like lengths together")
+    max_rows: Positive | None = Field(None, description="only the first so many held-out rows; None = all")
     sample_prompts: tuple[str, ...] = Field(
         (), description="beginnings that both continue; empty = those of held-out documents"
     )

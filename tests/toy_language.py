@@ -7,12 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
+from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
+from tests import toys
 
-WORDS = tuple("the a red blue green old young cat dog bird fox runs sits flies sleeps sings and but then here".split())
+WORDS = (
+    *("the", "a", "red", "blue", "green", "old", "young", "cat", "dog", "bird", "fox", "runs", "sits", "flies"),
+    *("sleeps", "sings", "and", "but", "then", "here"),
+)
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 VOCABULARY = len(SPECIAL) + len(WORDS)
 
@@ -81,3 +87,58 @@ def sample(sample_id: int, length: int, num_learnt: int | None = None) -> TokenS
 def batch_of(lengths: list[int], first_id: int = 0) -> LanguageBatch:
     """A batch of such rows."""
     return collate([sample(first_id + number, length) for number, length in enumerate(lengths)], pad_id=0)
+
+
+def write_texts(file: Path, num_documents: int = 40, seed: int = 5) -> Path:
+    """Documents of 2 to 30 words, one a line, as JSON."""
+    generator = torch.Generator().manual_seed(seed)
+    lines = []
+    for _ in range(num_documents):
+        length = int(torch.randint(2, 31, (1,), generator=generator))
+        words = [WORDS[number] for number in torch.randint(len(WORDS), (length,), generator=generator).tolist()]
+        lines.append(json.dumps({"text": " ".join(words)}))
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+def recipe(folder: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
+    """A recipe that trains in seconds and writes under `folder`; `sections` are merged over it."""
+    base: dict[str, Any] = {
+        "output_dir": str(folder / "run"),
+        "seed": 3,
+        "task": {"kind": "causal_lm"},
+        "teacher": {"path": str(teacher)},
+        "student": {"num_layers": 2},
+        "data": {"kind": "jsonl", "path": str(folder / "texts.jsonl"), "max_length": 32, "packing": False},
+        "train": {"max_steps": 6, "batch_size": 8, "log_every": 1},
+        "optim": {"lr": 1e-3, "max_grad_norm": 1.0},
+        "evaluation": {"max_new_tokens": 4},
+    }
+    if not (folder / "texts.jsonl").exists():
+        write_texts(folder / "texts.jsonl")
+    for name, section in sections.items():
+        base[name] = base.get(name, {}) | section if isinstance(section, dict) else section
+    return base
+
+
+def write_recipe(folder: Path, config: Any = None, **sections: Any) -> Path:
+    """A folder for launches: recipe.yaml with six updates of 8 samples, and a cache of its own."""
+    teacher = save_model(folder / "teacher", config)
+    data = recipe(folder, teacher, cache_dir=str(folder / "cache"), **sections)
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(data))
+    return folder
+
+
+def student_vector(run_dir: Path) -> torch.Tensor:
+    """All weights of the exported student as one float64 vector."""
+    state = load_file(run_dir / "student" / "model.safetensors")
+    return torch.cat([state[name].flatten().double() for name in sorted(state)])
+
+
+def assert_same_run(run_dir: Path, reference_dir: Path) -> None:
+    """The sameness promise: equal loss series, and equal students by the norm of all their weights."""
+    ours, theirs = ([line["loss"] for line in toys.read_metrics(folder)] for folder in (run_dir, reference_dir))
+    assert len(ours) == len(theirs)
+    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 2e-5
+    ours, theirs = student_vector(run_dir), student_vector(reference_dir)
+    assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5

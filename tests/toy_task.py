@@ -63,6 +63,7 @@ class ToyTask(Task[Batch, Any]):
 
     num_samples = 16
     data_digest = "toy"
+    sample_suffixes = (".txt",)
     needs_live_teacher = True
 
     def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:

@@ -9,6 +9,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
 
@@ -85,6 +86,18 @@ class Anatomy:
         """The longest row that the config speaks of; None where it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def parameter_names(self) -> list[str]:
+        """Of the whole model."""
+        return [name for name, _ in self._whole.named_parameters()]
+
+    def new_skeleton(self) -> Any:
+        """The whole model on the meta device, with trainable weights, tied ones as one."""
+        with init_empty_weights():
+            whole: Any = new_model(self.config, self._trusts_code)
+        whole.tie_weights()
+        return whole
+
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
         """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it."""
         with init_empty_weights():
@@ -121,4 +134,6 @@ class Anatomy:
 
 def new_model(config: Any, trusts_code: bool) -> Any:
     """A model of the library with new weights in float32, drawn from torch's global random state."""
+    # Under ZeRO-3 the library would otherwise make it of shards, whose values nobody can fill in.
+    unset_hf_deepspeed_config()
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_code)
