@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -15,7 +16,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from distiller.errors import UserError
 from distiller.hub import download, looks_like_hub_id
 from distiller.language.anatomy import Anatomy
-from distiller.resources import local_path
+from distiller.language.gguf import GgufModel
+from distiller.resources import find_model_file
 from distiller.stages import digest_files
 from distiller.weight_files import read_header
 
@@ -52,19 +54,32 @@ class LanguageFiles:
 
 
 def find_model(
-    section: str, path: str, revision: str | None, subfolder: str | None, trusts_code: bool
+    section: str,
+    path: str,
+    revision: str | None,
+    subfolder: str | None,
+    stages_dir: Path,
+    trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
 
     Args:
         section: of the recipe, `teacher` or `student`, which messages name.
-        path: a folder, or a hub id.
+        path: a folder, a hub id, a GGUF file, or `package:NAME/FILE` for what an installed package carries.
+        stages_dir: where a GGUF file's plain form is kept.
         trusts_code: whether Python files of the folder may be run.
 
     Raises:
         UserError: in one line.
     """
-    origin, local = f"{section}.path: {path}", local_path(path)
+    origin, local = f"{section}.path: {path}", find_model_file(path)
+    if local.suffix == ".gguf":
+        gguf = GgufModel(local, stages_dir)
+        config = read_config(gguf.description / "config.json", origin, trusts_code)
+        tokenizer = read_tokenizer(gguf.description, trusts_code)
+        # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
+        fetch_converted = partial(gguf.convert, is_maker=True)
+        return LanguageFiles(origin, gguf.description, Anatomy(config, trusts_code, origin), tokenizer, fetch_converted)
     inside = f"{subfolder}/" if subfolder else ""
     if os.path.isdir(local):
         if revision is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, final
 
 import torch
@@ -36,12 +37,14 @@ class StudentModel:
         dropout: keys of the config that were above 0 and are 0 now.
     """
 
-    def __init__(self, options: LanguageStudent, teacher: LanguageFiles, trusts_code: bool, seed: int) -> None:
+    def __init__(
+        self, options: LanguageStudent, teacher: LanguageFiles, stages_dir: Path, trusts_code: bool, seed: int
+    ) -> None:
         """Reads descriptions. Raises UserError."""
         self._options, self._teacher, self._trusts_code, self._seed = options, teacher, trusts_code, seed
         self.files = None
         if options.path is not None:
-            self.files = find_model("student", options.path, None, None, trusts_code)
+            self.files = find_model("student", options.path, None, None, stages_dir, trusts_code)
             config, origin = self.files.anatomy.config, self.files.origin
         elif options.config is not None:
             origin = f"student.config: {options.config}"

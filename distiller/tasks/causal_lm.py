@@ -73,11 +73,12 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._recipe, self._task = recipe, recipe.task
         trusts_code, teacher = recipe.task.trust_remote_code, recipe.teacher
         self._objective = objective_of(recipe.task.losses)
-        self.files = find_model("teacher", teacher.path, teacher.revision, teacher.subfolder, trusts_code)
+        stages_dir = recipe.stages_dir
+        self.files = find_model("teacher", teacher.path, teacher.revision, teacher.subfolder, stages_dir, trusts_code)
         if self.files.tokenizer is None:
             raise UserError(f"{self.files.origin}: has no tokenizer beside the model; copy the teacher's files there")
         self.network = LanguageNetwork(self.files)
-        self._student = StudentModel(recipe.student, self.files, trusts_code, recipe.seed)
+        self._student = StudentModel(recipe.student, self.files, stages_dir, trusts_code, recipe.seed)
         if self._student.files is not None:
             check_same_tokens(self.files, self._student.files)
         check_feature_blocks(recipe.task.losses.features, self.files.anatomy, self._student.anatomy)

@@ -32,7 +32,7 @@ MODELS = {
 
 
 def network_of(folder: Path) -> LanguageNetwork:
-    return LanguageNetwork(find_model("teacher", str(folder), None, None, trusts_code=False))
+    return LanguageNetwork(find_model("teacher", str(folder), None, None, folder, trusts_code=False))
 
 
 def requests_of(rank: int) -> list[Request]:
