@@ -142,3 +142,8 @@ def assert_same_run(run_dir: Path, reference_dir: Path) -> None:
     assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= 2e-5
     ours, theirs = student_vector(run_dir), student_vector(reference_dir)
     assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5
+
+
+def sample_lines(run_dir: Path) -> list[str]:
+    """The lines of samples.txt."""
+    return (run_dir / "samples.txt").read_text(encoding="utf-8").splitlines()

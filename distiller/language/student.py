@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy, new_model
@@ -110,6 +113,22 @@ class StudentModel:
                     target.copy_(_leading(whole, target))
         finally:
             files.close()
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Lets the model's blocks recompute their activations. Raises UserError for blocks that cannot.
+
+    By the blocks' own switch: the model's is named differently from version to version.
+    """
+    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not blocks:
+        raise UserError(
+            f"train.gradient_checkpointing is true and the blocks of {type(model).__name__} cannot recompute their "
+            "activations; set it to false"
+        )
+    for block in blocks:
+        block.gradient_checkpointing = True
+        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:

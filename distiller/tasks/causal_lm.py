@@ -27,7 +27,7 @@ from distiller.language.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
 from distiller.language.rows import TextData
 from distiller.language.source import LanguageSource
-from distiller.language.student import StudentModel
+from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
 from distiller.language.vocabulary import check_same_tokens, check_sizes, size_notice
 from distiller.language_config import LanguageRecipe
@@ -132,7 +132,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
 
     def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
         assert isinstance(trained, LanguageStudent)
-        trained.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(trained.model)
 
     def collate(self, samples: Sequence[TokenSample]) -> CountedBatch:
         batch = collate(samples, self._source.pad_id)
