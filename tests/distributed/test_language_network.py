@@ -14,7 +14,7 @@ from distiller.language.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.teachers import PLACEMENTS, Outputs, Request
 from distiller.teachers.opening import open_teacher
-from tests import toy_language
+from tests import toy_causal_lm
 from tests.distributed.ranks import on_ranks
 from tests.toy_network import setup
 
@@ -25,9 +25,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sharded": {"offload": "cpu"},
 }
 MODELS = {
-    "llama": toy_language.llama_config(),
-    "untied": toy_language.llama_config(tie_word_embeddings=False, num_hidden_layers=3),
-    "gpt2": toy_language.gpt2_config(),
+    "llama": toy_causal_lm.llama_config(),
+    "untied": toy_causal_lm.llama_config(tie_word_embeddings=False, num_hidden_layers=3),
+    "gpt2": toy_causal_lm.gpt2_config(),
 }
 
 
@@ -39,7 +39,7 @@ def requests_of(rank: int) -> list[Request]:
     """Two micro-batches; no two ranks have rows of the same padded length."""
     requests = []
     for lengths in ([5 + 11 * rank, 3], [20 - 9 * rank]):
-        batch = toy_language.batch_of(lengths, first_id=10 * rank)
+        batch = toy_causal_lm.batch_of(lengths, first_id=10 * rank)
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
         requests.append(Request(batch.sample_ids, inputs, (HIDDEN, f"{FEATURES}1")))
     return requests
@@ -71,7 +71,7 @@ def answers_of_places(folder: Path) -> dict[str, Any]:
 def folder(tmp_path_factory) -> Path:
     root = tmp_path_factory.mktemp("language")
     for name, config in MODELS.items():
-        toy_language.save_model(root / name, config)
+        toy_causal_lm.save_model(root / name, config)
     return root
 
 

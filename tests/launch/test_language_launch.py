@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import toy_language
+from tests import toy_causal_lm
 from tests.launch.launching import CONFIGS, launch
 
 LOSSES = ["task.losses.alpha=0.7", "task.losses.features={weight: 0.5, student_blocks: [0], teacher_blocks: [2]}"]
@@ -15,7 +15,7 @@ LOSSES = ["task.losses.alpha=0.7", "task.losses.features={weight: 0.5, student_b
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """A teacher with tied weights."""
-    return toy_language.write_recipe(tmp_path_factory.mktemp("language"))
+    return toy_causal_lm.write_recipe(tmp_path_factory.mktemp("language"))
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +42,6 @@ def test_two_ranks_train_the_student_of_one_process(toy, reference, name, overri
     options = [f"output_dir={output_dir}", "train.batch_size=2", "train.samples_per_update=8", *LOSSES, *overrides]
     result = launch(CONFIGS / f"{name}.yaml", "train", str(toy / "recipe.yaml"), *options)
     assert result.code == 0, result.stderr
-    toy_language.assert_same_run(output_dir, reference)
-    ours, theirs = (toy_language.sample_lines(folder) for folder in (output_dir, reference))
+    toy_causal_lm.assert_same_run(output_dir, reference)
+    ours, theirs = (toy_causal_lm.sample_lines(folder) for folder in (output_dir, reference))
     assert ours == theirs

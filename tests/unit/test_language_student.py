@@ -14,21 +14,21 @@ from transformers import AutoModelForCausalLM
 from distiller.build import build_task
 from distiller.errors import UserError
 from distiller.recipe_file import parse
-from tests import toy_language
+from tests import toy_causal_lm
 
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("teachers")
-    configs = {"llama": toy_language.llama_config(), "gpt2": toy_language.gpt2_config()}
-    return {name: toy_language.save_model(folder / name, config) for name, config in configs.items()}
+    configs = {"llama": toy_causal_lm.llama_config(), "gpt2": toy_causal_lm.gpt2_config()}
+    return {name: toy_causal_lm.save_model(folder / name, config) for name, config in configs.items()}
 
 
 @pytest.fixture
 def task_of(teachers, tmp_path):
     def make(model: str = "llama", **sections: Any) -> Any:
         path = sections.pop("teacher_path", teachers[model])
-        return build_task(parse(toy_language.recipe(tmp_path, path, **sections)))
+        return build_task(parse(toy_causal_lm.recipe(tmp_path, path, **sections)))
 
     return make
 
@@ -55,7 +55,7 @@ def test_narrower_students_have_the_first_heads_and_channels(task_of, teachers):
 
 
 def test_the_same_student_on_every_rank_whatever_was_drawn_before(task_of, tmp_path):
-    file = toy_language.write_config(tmp_path / "new.json", toy_language.llama_config(num_hidden_layers=1))
+    file = toy_causal_lm.write_config(tmp_path / "new.json", toy_causal_lm.llama_config(num_hidden_layers=1))
     task = task_of(student={"num_layers": None, "config": str(file)})
     first = task.build_student().state_dict()
     torch.rand(3)
@@ -75,7 +75,7 @@ def test_the_skeleton_has_what_is_trained(task_of):
 
 def test_a_body_saved_alone_and_tensors_that_the_library_ignores_are_read(task_of, teachers, tmp_path):
     """As GPT-2 lies on the hub: no `transformer.` before the names, and buffers that are none any more."""
-    folder = toy_language.save_model(tmp_path / "old", toy_language.gpt2_config())
+    folder = toy_causal_lm.save_model(tmp_path / "old", toy_causal_lm.gpt2_config())
     state = load_file(folder / "model.safetensors")
     renamed = {name.removeprefix("transformer."): value for name, value in state.items()}
     save_file(renamed | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, folder / "model.safetensors")
@@ -167,10 +167,10 @@ def test_incomplete_teachers_are_refused(task_of, teachers, tmp_path, removed, w
 
 
 def test_another_tokenizer_is_refused_by_its_first_token_that_differs(task_of, tmp_path):
-    words = list(toy_language.WORDS)
+    words = list(toy_causal_lm.WORDS)
     words[4], words[5] = words[5], words[4]
-    other = toy_language.make_tokenizer(tuple(words))
-    folder = toy_language.save_model(tmp_path / "other", toy_language.llama_config(), tokenizer=other)
+    other = toy_causal_lm.make_tokenizer(tuple(words))
+    folder = toy_causal_lm.save_model(tmp_path / "other", toy_causal_lm.llama_config(), tokenizer=other)
     with pytest.raises(UserError, match="id 7 is 'old' and the teacher's 'green'"):
         task_of(student={"num_layers": None, "path": str(folder)})
 

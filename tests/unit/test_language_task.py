@@ -18,20 +18,20 @@ from distiller.errors import QualityGateError, UserError
 from distiller.language.batch import IGNORED
 from distiller.recipe_file import parse
 from distiller.tasks.causal_lm import CausalLMTask, CountedBatch
-from tests import toy_language, toys
+from tests import toy_causal_lm, toys
 
 FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory) -> Path:
-    return toy_language.save_model(tmp_path_factory.mktemp("models") / "teacher")
+    return toy_causal_lm.save_model(tmp_path_factory.mktemp("models") / "teacher")
 
 
 @pytest.fixture
 def make_recipe(teacher, tmp_path):
     def make(**sections: Any):
-        return parse(toy_language.recipe(tmp_path, teacher, cache_dir=str(tmp_path / "cache"), **sections))
+        return parse(toy_causal_lm.recipe(tmp_path, teacher, cache_dir=str(tmp_path / "cache"), **sections))
 
     return make
 
@@ -91,7 +91,7 @@ def test_a_run_leaves_the_contracts_files_and_a_model_of_the_library(make_recipe
     # Tied: stored once, and still tied.
     assert "lm_head.weight" not in load_file(folder / "student" / "model.safetensors")
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    assert AutoTokenizer.from_pretrained(folder / "student").get_vocab() == toy_language.make_tokenizer().get_vocab()
+    assert AutoTokenizer.from_pretrained(folder / "student").get_vocab() == toy_causal_lm.make_tokenizer().get_vocab()
     assert all((file.stat().st_mode & 0o777) == 0o644 for file in (folder / "student").iterdir())
     texts = (folder / "samples.txt").read_text(encoding="utf-8")
     assert texts.count("prompt: ") == texts.count("teacher: ") == texts.count("student: ") == 2
@@ -104,7 +104,7 @@ def test_accumulation_of_unequal_token_counts_changes_nothing(make_recipe, tmp_p
     fresh()
     split = {"batch_size": 2, "samples_per_update": 8, "num_workers": 1, "gradient_checkpointing": True}
     parts = run(make_recipe(output_dir=str(tmp_path / "parts"), train=split, **losses))
-    toy_language.assert_same_run(parts, whole)
+    toy_causal_lm.assert_same_run(parts, whole)
 
 
 def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
@@ -116,7 +116,7 @@ def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
     fresh()
     resumed = run(make_recipe(train={"ema_decay": 0.9}, **broken), resume=True)
     assert toys.read_metrics(resumed)[-1]["loss"] == toys.read_metrics(whole)[-1]["loss"]
-    assert torch.equal(toy_language.student_vector(resumed), toy_language.student_vector(whole))
+    assert torch.equal(toy_causal_lm.student_vector(resumed), toy_causal_lm.student_vector(whole))
 
 
 def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
@@ -126,7 +126,7 @@ def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
     task.enable_gradient_checkpointing(trained)
     block, calls = trained.model.base_model.layers[0].input_layernorm, []
     block.register_forward_hook(lambda *_: calls.append(1))
-    batch = task.collate([toy_language.sample(0, 8)])
+    batch = task.collate([toy_causal_lm.sample(0, 8)])
     outputs = {"hidden": torch.zeros(1, 8, 32)}
     from accelerate import Accelerator
 
@@ -140,7 +140,7 @@ def test_what_the_padding_holds_and_what_is_not_learnt_changes_no_loss(make_reci
     """Cases 28 and 29."""
     task = task_of(make_recipe(task={"losses": {"alpha": 0.5, "features": FEATURES}}))
     trained = task.build_student()
-    rows = [toy_language.sample(0, 9), toy_language.sample(1, 17, num_learnt=3)]
+    rows = [toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 17, num_learnt=3)]
     batch = task.collate(rows)
     whole = loss_of(task, batch, trained)
     ids = batch.batch.input_ids.clone()
@@ -209,13 +209,13 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn(make_recipe, kind):
     losses = {"divergence": {"kind": kind, "temperature": 2.0}}
     recipe = make_recipe(task={"losses": losses}, student={"num_layers": 5})
     task = task_of(recipe)
-    batch = task.collate([toy_language.sample(0, 9), toy_language.sample(1, 17)])
+    batch = task.collate([toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 17)])
     assert abs(loss_of(task, batch, task.build_student())) < 1e-4
 
 
 def test_a_larger_vocabulary_is_compared_over_the_ids_that_both_have(make_recipe, tmp_path, capsys):
-    config = toy_language.llama_config(vocab_size=40, num_hidden_layers=1)
-    file = toy_language.write_config(tmp_path / "student.json", config)
+    config = toy_causal_lm.llama_config(vocab_size=40, num_hidden_layers=1)
+    file = toy_causal_lm.write_config(tmp_path / "student.json", config)
     folder = run(make_recipe(student={"num_layers": None, "config": str(file)}))
     assert "has 23 ids and the student's 40: both are compared over the first 23" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(folder / "student").config.vocab_size == 40
@@ -223,7 +223,7 @@ def test_a_larger_vocabulary_is_compared_over_the_ids_that_both_have(make_recipe
 
 def test_dropout_is_taken_out_and_said(tmp_path, capsys):
     """GPT-2: fused projections, learned positions, dropout in its config."""
-    teacher = toy_language.save_model(tmp_path / "gpt2", toy_language.gpt2_config())
-    folder = run(parse(toy_language.recipe(tmp_path, teacher, student={"num_layers": 1})))
+    teacher = toy_causal_lm.save_model(tmp_path / "gpt2", toy_causal_lm.gpt2_config())
+    folder = run(parse(toy_causal_lm.recipe(tmp_path, teacher, student={"num_layers": 1})))
     assert "trains without dropout" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(folder / "student").config.resid_pdrop == 0
