@@ -48,9 +48,9 @@ class GgufModel:
     def __init__(self, file: Path, stages_dir: Path) -> None:
         """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
         if importlib.util.find_spec("gguf") is None:
-            raise UserError(f"teacher.path: {file} needs the package gguf to be read; pip install gguf")
+            raise UserError(f"{file} needs the package gguf to be read; pip install gguf")
         if not file.is_file():
-            raise UserError(f"teacher.path: {file} does not exist; give a .gguf file")
+            raise UserError(f"{file} does not exist; give a .gguf file")
         self._file, self._stages_dir = file, stages_dir
         self._key = {
             "format": FORMAT,
@@ -89,7 +89,7 @@ class GgufModel:
             # Whatever its readers make of a damaged file, or of a model that they do not know.
             why = " ".join(str(error).split())
             raise UserError(
-                f"teacher.path: {self._file} is not a complete GGUF file of a causal language model that transformers "
+                f"{self._file} is not a complete GGUF file of a causal language model that transformers "
                 f"knows ({type(error).__name__}: {why})"
             ) from error
         if pre_tokenizer in PRE_TOKENIZERS:

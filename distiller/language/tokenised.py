@@ -67,6 +67,7 @@ class TokenStore:
     """
 
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
         with safe_open(folder / TOKENS_FILE, framework="pt") as handle:
             self.tokens: Tensor = handle.get_tensor("tokens")
             self.learnt: Tensor = handle.get_tensor("learnt")
@@ -77,3 +78,7 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
+        # A loader process that is not forked maps the file too, instead of being sent a copy.
+        return TokenStore, (self._folder,)

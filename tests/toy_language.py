@@ -1,11 +1,17 @@
-"""Small tokenizers of three kinds, in the form of transformers' folders."""
+"""Small tokenizers of several kinds as transformers' folders, and recipes of what they read."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
+
+from distiller.config import Recipe, RecipeOf, TaskOptions, Train
+from distiller.language_config import LanguageData
+from distiller.sections import Section
+from distiller.teacher_config import Teacher
 
 WORDS = ("a", "red", "blue", "cat", "dog", "runs", "sits", "what", "does", "the", "do", "?", ".")
 SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")
@@ -53,3 +59,16 @@ def byte_level(folder: Path, chat_template: str | None = None) -> Path:
     fast.chat_template = chat_template
     fast.save_pretrained(folder)
     return folder
+
+
+def language_recipe(folder: Path, **data: Any) -> Recipe:
+    """A recipe as far as the data side reads it: its section `data`, and a folder for stages."""
+    return RecipeOf[TaskOptions, Section, LanguageData, Section](
+        task=TaskOptions(kind="causal_lm"),
+        teacher=Teacher(path="unused"),
+        student=Section(),
+        data=LanguageData(**data),
+        train=Train(max_steps=1),
+        evaluation=Section(),
+        cache_dir=str(folder / "cache"),
+    )

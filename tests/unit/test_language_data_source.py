@@ -1,0 +1,124 @@
+"""A recipe's documents: tokenised once, split the same way for everyone."""
+
+import json
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from distiller.errors import UserError
+from distiller.language.source import LanguageSource, held_out_documents
+from distiller.language_config import LanguageData
+from tests.toy_language import CHAT, byte_level, language_recipe, word_level
+
+TEXTS = [f"the red cat runs . {'a dog sits . ' * (number % 7)}" for number in range(60)]
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    file = tmp_path / "texts.jsonl"
+    file.write_text("\n".join(json.dumps({"text": text}) for text in TEXTS))
+    return {"kind": "jsonl", "path": str(file)}
+
+
+def rows_of(data):
+    return [tuple(data[0, number].input_ids.tolist()) for number in range(len(data))]
+
+
+def stages(tmp_path):
+    return sorted(folder.name for folder in (tmp_path / "cache").glob("tokens-*"))
+
+
+def test_tokens_are_made_once_and_anew_when_the_data_or_the_tokenizer_change(tmp_path, corpus):
+    tokenizer = byte_level(tmp_path / "tokenizer")
+    first = LanguageSource(language_recipe(tmp_path, **corpus), tokenizer)
+    made = (tmp_path / "cache" / stages(tmp_path)[0] / "tokens.safetensors").stat().st_mtime_ns
+    again = LanguageSource(language_recipe(tmp_path, **corpus), tokenizer)
+    assert rows_of(again.load()) == rows_of(first.load())
+    assert (again.data_digest, again.num_samples) == (first.data_digest, first.num_samples)
+    # How rows are laid out tokenises nothing anew, and changes what a sample is.
+    other_rows = LanguageSource(language_recipe(tmp_path, **corpus, max_length=64), tokenizer)
+    assert len(stages(tmp_path)) == 1
+    assert (tmp_path / "cache" / stages(tmp_path)[0] / "tokens.safetensors").stat().st_mtime_ns == made
+    assert other_rows.data_digest != first.data_digest
+    other_tokenizer = LanguageSource(language_recipe(tmp_path, **corpus), word_level(tmp_path / "words"))
+    assert len(stages(tmp_path)) == 2
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "the dog"}) + "\n" + json.dumps({"text": "the cat"}))
+    other_data = LanguageSource(language_recipe(tmp_path, **corpus), tokenizer)
+    assert len(stages(tmp_path)) == 3
+    assert len({source.data_digest for source in (first, other_rows, other_tokenizer, other_data)}) == 4
+
+
+def test_held_out_documents_are_the_same_for_every_layout_and_never_trained_on(tmp_path, corpus):
+    tokenizer = word_level(tmp_path / "tokenizer", begins=False)
+    held_out = held_out_documents(len(TEXTS), 0.25)
+    assert 5 < len(held_out) < 25
+    for packing in (True, False):
+        recipe = language_recipe(tmp_path, **corpus, held_out=0.25, packing=packing, max_length=512)
+        source = LanguageSource(recipe, tokenizer)
+        # One row a document, whether training rows are packed or not.
+        assert len(source.held_out()) == len(held_out)
+        words = [len(TEXTS[number].split()) + 1 for number in sorted(held_out)]
+        assert source.held_out().lengths == words
+        in_training = sum(source.load().lengths)
+        assert in_training == sum(len(text.split()) + 1 for text in TEXTS) - sum(words)
+
+
+def test_more_documents_change_no_choice_and_something_is_always_on_both_sides():
+    few, many = held_out_documents(100, 0.1), held_out_documents(1000, 0.1)
+    assert few == {number for number in many if number < 100}
+    assert 60 < len(many) < 140
+    assert len(held_out_documents(3, 1e-9)) == 1
+    assert len(held_out_documents(3, 1 - 1e-9)) == 2
+    assert held_out_documents(1, 0.5) == held_out_documents(50, 0.0) == set()
+
+
+def test_what_is_lost_is_said(tmp_path, capsys):
+    lines = [{"text": "a red cat " * 20}, {"prompt": "a " * 30, "completion": "dog"}, {"text": "a cat"}]
+    (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    recipe = language_recipe(
+        tmp_path, kind="jsonl", path=str(tmp_path / "x.jsonl"), packing=False, max_length=8, held_out=0.0
+    )
+    source = LanguageSource(recipe, word_level(tmp_path / "tokenizer", begins=False))
+    source.prepare(Accelerator(cpu=True))
+    said = capsys.readouterr().out
+    assert "training: 2 rows of at most 8 tokens, 11 in all" in said
+    assert "warning: training: 1 documents are longer than data.max_length 8 and were cut" in said
+    assert "warning: training: 1 documents were left out" in said
+    assert "held out: 0 rows" in said
+    assert source.held_out().lengths == []
+
+
+def test_wrong_documents_leave_no_stage_and_empty_data_is_refused(tmp_path):
+    tokenizer = byte_level(tmp_path / "tokenizer", CHAT)
+    file = tmp_path / "x.jsonl"
+    for content, message in (
+        ("{}", "line 1 has the keys .none."),
+        ("\n \r\n", "there is no document that is not blank"),
+    ):
+        file.write_text(content)
+        with pytest.raises(UserError, match=message):
+            LanguageSource(language_recipe(tmp_path, kind="jsonl", path=str(file)), tokenizer)
+        assert stages(tmp_path) == []
+
+
+def test_a_cache_that_cannot_be_written_is_the_users_mistake(tmp_path, corpus):
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(UserError, match="set cache_dir="):
+        LanguageSource(language_recipe(tmp_path, **corpus), byte_level(tmp_path / "tokenizer"))
+
+
+def test_pythons_reference_becomes_rows(tmp_path):
+    recipe = language_recipe(tmp_path, kind="python-docs", max_length=256, max_samples=10)
+    source = LanguageSource(recipe, byte_level(tmp_path / "tokenizer"))
+    sample = source.load()[0, 0]
+    assert len(sample.input_ids) == 256
+    assert sample.input_ids.dtype == torch.int64
+    assert len(source.held_out()) >= 1
+
+
+def test_a_path_is_given_where_one_is_read():
+    with pytest.raises(ValueError, match=r"data\.kind=jsonl needs data\.path"):
+        LanguageData(kind="jsonl")
+    with pytest.raises(ValueError, match="python-docs reads no file"):
+        LanguageData(kind="python-docs", path="x")
