@@ -19,6 +19,7 @@ TEXTS = (
     "a red cat runs . the blue dog sits .",
     "what does the cat do ? the cat sits .",
     "naïve café, 漢字 and 🦕🦕: bytes of many kinds",
+    "2024 2024 2024 2024 2024 2024 2024 2024",
 )
 CHAT = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"

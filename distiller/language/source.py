@@ -66,15 +66,15 @@ class LanguageSource:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""
         for name, layout in (("training", self._training), ("held out", self._held_out)):
             accelerator.print(f"{name}: {self._described(layout)}")
+            limit = f"data.max_length {self._data.max_length}"
             if layout.num_cut:
                 accelerator.print(
-                    f"warning: {name}: {layout.num_cut} documents are longer than data.max_length "
-                    f"{self._data.max_length} and were cut"
+                    f"warning: {name}: documents that are longer than {limit} and were cut: {layout.num_cut}"
                 )
             if layout.num_left_out:
                 accelerator.print(
-                    f"warning: {name}: {layout.num_left_out} documents were left out: within data.max_length "
-                    f"{self._data.max_length} nothing of them is learnt"
+                    f"warning: {name}: documents left out, since nothing of them is learnt within {limit}: "
+                    f"{layout.num_left_out}"
                 )
 
     def load(self) -> TextData:

@@ -16,7 +16,6 @@ from tqdm import tqdm
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
 from distiller.language.tokenising import DocumentTokenizer
-from distiller.process import is_main_process
 from distiller.stages import Stage
 
 TOKENS_FILE = "tokens.safetensors"
@@ -29,7 +28,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
     """
     tokens: list[NDArray[np.int32]] = []
     learnt: list[NDArray[np.bool_]] = []
-    with tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False, disable=not is_main_process()) as bar:
+    with tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False) as bar:
         for document in tokenizer.tokenise(documents_of(corpus, max_samples)):
             tokens.append(document.tokens)
             learnt.append(document.learnt)

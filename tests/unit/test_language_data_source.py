@@ -83,8 +83,8 @@ def test_what_is_lost_is_said(tmp_path, capsys):
     source.prepare(Accelerator(cpu=True))
     said = capsys.readouterr().out
     assert "training: 2 rows of at most 8 tokens, 11 in all" in said
-    assert "warning: training: 1 documents are longer than data.max_length 8 and were cut" in said
-    assert "warning: training: 1 documents were left out" in said
+    assert "warning: training: documents that are longer than data.max_length 8 and were cut: 1" in said
+    assert "warning: training: documents left out, since nothing of them is learnt within data.max_length 8: 1" in said
     assert "held out: 0 rows" in said
     assert source.held_out().lengths == []
 
