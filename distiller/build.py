@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from distiller.average import MovingAverage
+from distiller.cache.key import content_key
+from distiller.cache.layout import Layout
+from distiller.cache.manifest import open_cache
+from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
@@ -23,6 +29,7 @@ from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
+from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
 from distiller.output import check_shared, claim_output_dir
 from distiller.process import settle_loader_worker, world_size
@@ -57,6 +64,10 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
     check_placement(recipe.teacher, num_processes, under_deepspeed)
     task = build_task(recipe)
+    if recipe.cache.draws is not None and recipe.cache.draws > 1 and not task.has_draws:
+        raise UserError(
+            f"cache.draws is {recipe.cache.draws} and this task asks the teacher the same in every epoch; leave it out"
+        )
     plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in recipe.tracking.trackers:
@@ -82,8 +93,10 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
     reserved = gpu_bytes(size, recipe, world), host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
-    if task.needs_live_teacher:
+    is_cached = recipe.teacher.placement == "cached"
+    if task.needs_live_teacher and not is_cached:
         setup = decide(task.network, setup)
+    cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step)) if is_cached else None
     identity = Identity(
         world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
     )
@@ -98,6 +111,11 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
+    if stages_need_teacher and is_cached:
+        raise UserError(
+            f"teacher.placement=cached: {recipe.stages_dir} lacks the latents that the cached outputs belong to; give "
+            "the cache_dir (or output_dir) that `distiller cache` was run with"
+        )
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
@@ -105,10 +123,15 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
     setup.ranks.wait()
-    data = task.run_stages(accelerator, teacher)
+    data: Dataset[Any] = task.run_stages(accelerator, teacher)
+    collation: Callable[..., MicroBatch] = LiveCollation(task)
+    if cached is not None:
+        data, collation = CachedData(data, Path(recipe.teacher.cache or ""), *cached), CachedCollation(task)
+    elif recipe.cache.draws is not None and task.has_draws:
+        data = RepeatedDraws(data, recipe.cache.draws)
     stages_s = time.perf_counter() - started
     quantization_error = None
-    if teacher is not None and setup.options.quantization != "none":
+    if teacher is not None and setup.options.quantization != "none" and not is_cached:
         requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
         quantization_error = measure_error(task.network, setup, teacher, requests)
     if teacher is not None and not task.needs_live_teacher:
@@ -133,7 +156,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     loader = DataLoader(
         data,
         batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),
-        collate_fn=task.collate,
+        collate_fn=collation,
         num_workers=recipe.train.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         persistent_workers=False,
@@ -165,6 +188,24 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         stages_s=stages_s,
         quantization_error=quantization_error,
     )
+
+
+def open_run_cache(
+    recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype, plan: UpdatePlan, last_step: int
+) -> tuple[Layout, int]:
+    """The layout of the run's cache, and after how many epochs its draws repeat. Raises UserError."""
+    if not task.needs_live_teacher:
+        raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
+    epochs = epochs_of(plan, last_step) if task.has_draws else 1
+    folder = Path(recipe.teacher.cache or "")
+    key = content_key(recipe, task, dtype)
+    manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
+    return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
+
+
+def epochs_of(plan: UpdatePlan, last_step: int) -> int:
+    """How many passes over the data a run begins."""
+    return plan.epoch_of(last_step - 1) + 1
 
 
 def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_processes: int) -> UpdatePlan:

@@ -136,6 +136,17 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=_train)
 
+    cache = commands.add_parser(
+        "cache",
+        help="write the teacher's outputs to disk, so that training needs no teacher (through accelerate launch)",
+        description="accelerate launch --config_file FILE.yaml -m distiller cache RECIPE [key.sub=value ...] "
+        "teacher.cache=FOLDER; goes on where an interrupted run stopped",
+    )
+    cache.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
+    cache.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="for example cache.draws=2")
+    cache.add_argument("--repair", action="store_true", help="read all that is there, and make damaged files again")
+    cache.set_defaults(run=_cache)
+
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
     evaluate.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
     evaluate.add_argument(
@@ -194,6 +205,18 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
         commands.dry_run(recipe)
     else:
         commands.train(recipe, options.resume, stops)
+
+
+def _cache(options: argparse.Namespace, stops: Stops) -> None:
+    from distiller.recipe_file import load
+
+    recipe = load(options.recipe, options.overrides)
+    if recipe.teacher.cache is None:
+        raise UserError("distiller cache needs teacher.cache; give the folder to write, with teacher.cache=FOLDER")
+    from distiller.caching import make_cache
+
+    stops.listen()
+    make_cache(recipe, options.repair)
 
 
 def _evaluate(options: argparse.Namespace, stops: Stops) -> None:

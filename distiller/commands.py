@@ -69,7 +69,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         raise
     finally:
         run.tracker.close_bar()
-    run.task.write_samples(run_dir, run.teacher, run.accelerator)
+    run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
@@ -101,12 +101,14 @@ def dry_run(recipe: Recipe) -> None:
 
 def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     """The recipe with a few updates on as much data, which leaves nothing where the real run would write."""
+    # A cache is that of the whole data, and the latents that belong to it lie where they were made.
+    is_cached = recipe.teacher.placement == "cached"
     per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
     return recipe.model_copy(
         update={
             "output_dir": str(folder),
-            "cache_dir": None,
-            "data": recipe.data.model_copy(update={"max_samples": per_update * DRY_RUN_STEPS}),
+            "cache_dir": str(recipe.stages_dir) if is_cached else None,
+            "data": recipe.data.model_copy(update={} if is_cached else {"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),

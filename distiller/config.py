@@ -95,6 +95,16 @@ class Tracking(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="auto = offline without a key")
 
 
+class Cache(Section):
+    """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
+
+    draws: Positive | None = Field(
+        None,
+        description="epoch e takes each sample's noise and timestep of epoch e mod draws; None = every epoch its own",
+    )
+    shard_mib: Positive = Field(256, description="about the size of a file that `distiller cache` writes, in MiB")
+
+
 TaskT = TypeVar("TaskT", bound=TaskOptions)
 StudentT = TypeVar("StudentT", bound=Section)
 DataT = TypeVar("DataT", bound=Data)
@@ -114,6 +124,7 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     train: Train
     optim: Optim = Optim()
     checkpoint: Checkpoint = Checkpoint()
+    cache: Cache = Cache()
     evaluation: EvaluationT
     tracking: Tracking = Tracking()
 

@@ -33,11 +33,14 @@ def refuse_if_running(folder: Path) -> None:
         os.close(handle)
 
 
-def hold(folder: Path) -> None:
-    """Holds the folder until this process ends. UserError if another one does; OSError if it cannot be written."""
+def hold(folder: Path, key: str = "output_dir") -> None:
+    """Holds the folder until this process ends. UserError if another one does; OSError if it cannot be written.
+
+    `key` is the recipe's for the folder.
+    """
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
     # Never closed: closing any descriptor of the file would end the lock.
-    _lock(handle, folder)
+    _lock(handle, folder, key)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(handle, 0)
     os.pwrite(handle, json.dumps(holder).encode(), 0)
@@ -48,13 +51,13 @@ def tidy(folder: Path) -> None:
     (folder / LOCK_FILE).unlink(missing_ok=True)
 
 
-def _lock(handle: int, folder: Path) -> None:
+def _lock(handle: int, folder: Path, key: str = "output_dir") -> None:
     try:
         fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError) as error:
         raise UserError(
-            f"output_dir: {folder} is in use by another run ({_holder(handle)}); wait for its end, or choose another "
-            "folder with output_dir=..."
+            f"{key}: {folder} is in use by another run ({_holder(handle)}); wait for its end, or choose another "
+            f"folder with {key}=..."
         ) from error
     except OSError as error:
         if error.errno not in WITHOUT_LOCKS:

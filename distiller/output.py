@@ -30,7 +30,7 @@ MAY_CHANGE_ON_RESUME = (
     "optim.max_bad_steps",
     *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
     *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
-    *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads"),
+    *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads", "teacher.cache", "cache.shard_mib"),
 )
 SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
 

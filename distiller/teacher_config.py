@@ -20,6 +20,7 @@ Placement = Literal[
     "rank0",
     "sharded",
     "swap",
+    "cached",
 ]
 
 
@@ -59,6 +60,9 @@ class Teacher(Section):
     micro_batch: Positive | None = Field(None, description="rank0: samples a forward pass; None = all ranks' at once")
     offload: Literal["none", "cpu", "nvme"] = Field("none", description="sharded: where the shards wait")
     nvme_path: Location | None = Field(None, description="sharded with offload nvme: a folder on a local disk")
+    cache: Location | None = Field(
+        None, description="cached: the folder that `distiller cache` writes and training reads"
+    )
 
     @model_validator(mode="after")
     def _is_complete(self) -> Teacher:
@@ -68,4 +72,8 @@ class Teacher(Section):
             )
         if self.placement == "sharded" and self.offload == "nvme" and self.nvme_path is None:
             raise ValueError("teacher.offload=nvme needs teacher.nvme_path; give a folder on a local disk")
+        if self.placement == "cached" and self.cache is None:
+            raise ValueError(
+                "teacher.placement=cached needs teacher.cache; give the folder that `distiller cache` writes"
+            )
         return self

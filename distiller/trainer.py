@@ -26,6 +26,7 @@ from distiller.data.order import UpdatePlan
 from distiller.errors import AgreedError, StoppedError
 from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.health import Health, spoil
+from distiller.micro_batch import MicroBatch
 from distiller.optim import learning_rate, set_learning_rate, step_unless
 from distiller.pulse import Pulse
 from distiller.ranks import Ranks
@@ -63,6 +64,11 @@ class Run:
     stages_s: float
     quantization_error: float | None = None
 
+    @property
+    def live_teacher(self) -> Teacher | None:
+        """The teacher, where it can be asked about other inputs than the data's."""
+        return None if self.placement == "cached" else self.teacher
+
 
 @dataclass(frozen=True)
 class Outcome:
@@ -84,8 +90,9 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     saved_at, is_overdue = time.monotonic(), False
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
-            batches = [next(loader) for _ in range(run.plan.accumulation_steps)]
-        batches = [task.to_device(batch, accelerator.device) for batch in batches]
+            micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
+        micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
+        batches = [micro_batch.batch for micro_batch in micro_batches]
         # Known before the first backward: under DeepSpeed that steps.
         own_count = float(sum(task.count(batch) for batch in batches))
         count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0)
@@ -94,7 +101,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             _stop(run, health, step - 1, stops.requested)
 
         with timer.part("teacher"):
-            targets = _ask_teacher(run, batches)
+            targets = _ask_teacher(run, micro_batches)
         if step == run.first_step:
             _check_finite(run, targets)
             _settle_buckets(run, batches[0], targets[0])
@@ -164,10 +171,10 @@ def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
     raise StoppedError(text, min(signals), is_agreed=True)
 
 
-def _ask_teacher(run: Run, batches: Sequence[Any]) -> list[Outputs] | list[None]:
+def _ask_teacher(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
     if run.teacher is None:
-        return [None] * len(batches)
-    return run.teacher.predict([run.task.request(batch) for batch in batches])
+        return [None] * len(micro_batches)
+    return run.teacher.predict([micro_batch.request(run.task) for micro_batch in micro_batches])
 
 
 def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:

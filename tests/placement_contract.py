@@ -12,6 +12,7 @@ import torch
 from distiller import draws
 from distiller.teachers import Outputs, Request
 from distiller.teachers.opening import open_teacher
+from tests.cached_cases import FromFiles, fill_cache
 from tests.toy_network import DIM, ToyNetwork, setup
 
 CASES: dict[str, dict[str, Any]] = {
@@ -43,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "sharded, offloaded": {"offload": "cpu"},
     "swap": {},
     "swap, pageable": {"pin_memory": False},
+    "cached": {},
+    "cached, by a streamed teacher": {},
 }
 """Name -> options; the name begins with the placement's."""
 
@@ -58,6 +61,9 @@ def open_case(case: str, network: Any, dtype: torch.dtype = torch.float32, devic
         options = options | {
             "rank": torch.distributed.get_world_size() - 1 if torch.distributed.is_initialized() else 0
         }
+    if placement_of(case) == "cached":
+        asked = setup(dtype, device, placement="streamed" if "streamed" in case else "replicated")
+        return FromFiles(open_teacher(network, asked), network, asked)
     return open_teacher(network, setup(dtype, device, placement=placement_of(case), **options, **more))
 
 
@@ -127,7 +133,11 @@ def train_cases(
             PartialState(cpu=True)
             teacher = open_case(case, ToyNetwork(folder, 2))
             recipe = toy_recipe(run_dir, batch_size=batch_size // accumulation, max_steps=5)
-            run = build_toy_run(recipe, accumulation, RowTask(2), teacher)
+            task, cache = RowTask(2), None
+            if placement_of(case) == "cached":
+                cache = run_dir / "cache", fill_cache(run_dir / "cache", task, teacher.live, 4, torch.device("cpu"))
+                teacher = teacher.cached
+            run = build_toy_run(recipe, accumulation, task, teacher, cache=cache)
             train(run)
             weights = torch.cat([p.detach().flatten() for p in run.student.parameters()]).numpy()
             run.accelerator.wait_for_everyone()

@@ -12,10 +12,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from distiller import draws
+from distiller.cache.layout import Layout
+from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
+from distiller.micro_batch import LiveCollation
 from distiller.optim import build_optimizer
 from distiller.ranks import Ranks
 from distiller.recipe_file import parse
@@ -65,6 +68,7 @@ class ToyTask(Task[Batch, Any]):
     data_digest = "toy"
     sample_suffixes = (".txt",)
     needs_live_teacher = True
+    _wanted = ("output",)
 
     def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         return False
@@ -90,6 +94,17 @@ class ToyTask(Task[Batch, Any]):
 
     def collate(self, samples: Any) -> Batch:
         return list(samples)
+
+    @property
+    def has_draws(self) -> bool:
+        return False
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return self._wanted
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {}
 
     def to_device(self, batch: Batch, device: torch.device) -> Batch:
         return [(sample_id, tokens.to(device)) for sample_id, tokens in batch]
@@ -140,6 +155,8 @@ class TokenTask(ToyTask):
 class RowTask(ToyTask):
     """A linear student of a `ToyNetwork`: one row a sample, and with two modules each sample by its own."""
 
+    _wanted = ("output", "features/2")
+
     def __init__(self, num_modules: int) -> None:
         self._num_modules = num_modules
 
@@ -150,7 +167,7 @@ class RowTask(ToyTask):
         ids = tuple(sample_id for sample_id, _ in batch)
         # Not i mod 2: a micro-batch, and a rank, may need one module, the other, or both.
         modules = tuple(sample_id // 3 % 2 for sample_id in ids) if self._num_modules > 1 else ()
-        return Request(ids, {"x": _rows(batch)}, ("output", "features/2"), modules)
+        return Request(ids, {"x": _rows(batch)}, self.wanted, modules)
 
     def count(self, batch: Batch) -> int:
         return len(batch)
@@ -180,8 +197,9 @@ def build_toy_run(
     task: ToyTask | None = None,
     teacher: Teacher | None = None,
     cpu: bool = True,
+    cache: tuple[Path, Layout] | None = None,
 ) -> Run:
-    """A run over TokenTask, or another task with its teacher, in whatever world there is."""
+    """A run over TokenTask, or another task with its teacher, in whatever world there is; with a cache, from that."""
     Path(recipe.output_dir).mkdir(parents=True, exist_ok=True)
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation_steps, adjust_scheduler=False, sync_with_dataloader=False
@@ -209,9 +227,9 @@ def build_toy_run(
         optimizer=optimizer,
         average=None,
         loader=DataLoader(
-            Sequences(),
+            Sequences() if cache is None else CachedData(Sequences(), *cache, draws=1),
             batch_sampler=RankSampler(plan, accelerator.process_index, 0, last_step),
-            collate_fn=task.collate,
+            collate_fn=LiveCollation(task) if cache is None else CachedCollation(task),
         ),
         checkpoints=Checkpoints(
             Path(recipe.output_dir), ranks, 1, Identity(engine, ranks.world_size, 8, 16, "toy"), state, None

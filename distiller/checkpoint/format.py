@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -97,25 +96,6 @@ def steps_in(folder: Path) -> list[int]:
     """The steps of a `checkpoints` folder, ascending: a folder step-N was complete when it got its name."""
     names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
-
-
-def write_durably(file: Path, text: str) -> None:
-    """Replaces a small file; it is on the disk when this returns, but for its folder's entry."""
-    temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        os.fsync(stream.fileno())
-    temporary.replace(file)
-
-
-def sync_folder(folder: Path) -> None:
-    """Brings a folder's entries to the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _digest_of(content: Mapping[str, Any]) -> str:

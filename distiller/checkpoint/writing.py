@@ -27,10 +27,9 @@ from distiller.checkpoint.format import (
     dump_progress,
     rank_file,
     steps_in,
-    sync_folder,
-    write_durably,
 )
 from distiller.checkpoint.snapshot import Snapshot
+from distiller.durable import sync_folder, write_durably
 
 _POLL_S = 0.02
 

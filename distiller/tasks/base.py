@@ -99,6 +99,37 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def request(self, batch: BatchT) -> Request:
         """What to ask the teacher."""
 
+    @property
+    @abstractmethod
+    def has_draws(self) -> bool:
+        """Whether what the teacher is asked about a sample differs from epoch to epoch."""
+
+    @property
+    @abstractmethod
+    def wanted(self) -> tuple[str, ...]:
+        """Names of the outputs that the loss reads, as a cache holds them."""
+
+    @abstractmethod
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        """Everything in recipe and files, for JSON, that the teacher's inputs depend on, but for `data_digest`.
+
+        `dtype` is the teacher's. May read files for their digests, and no weights.
+        """
+
+    def cached_form(self) -> dict[str, Any]:
+        """How outputs are stored, for JSON: as they are, unless a task has a smaller form."""
+        return {"kind": "whole"}
+
+    def store(self, batch: BatchT, outputs: Outputs) -> list[Outputs]:
+        """What a cache keeps of each sample of a micro-batch, on the CPU, every tensor with at least one axis."""
+        held = {name: outputs[name].cpu() for name in self.wanted}
+        return [{name: tensor[row] for name, tensor in held.items()} for row in range(len(self.sample_ids(batch)))]
+
+    def restore(self, batch: BatchT, samples: Sequence[Outputs]) -> Outputs:
+        """The outputs of a micro-batch from what was stored of its samples; runs in loader processes."""
+        del batch
+        return {name: torch.stack([sample[name] for sample in samples]) for name in self.wanted}
+
     @abstractmethod
     def sample_ids(self, batch: BatchT) -> tuple[int, ...]:
         """The samples' places in the data, on the host."""

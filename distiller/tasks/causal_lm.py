@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -145,7 +146,19 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def request(self, batch: CountedBatch) -> Request:
         rows = batch.batch
         inputs = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
-        return Request(rows.sample_ids, inputs, (HIDDEN, *self._feature_names))
+        return Request(rows.sample_ids, inputs, self.wanted)
+
+    @property
+    def has_draws(self) -> bool:
+        return False
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (HIDDEN, *self._feature_names)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        # Tokens and rows are in the data's digest.
+        return {"config": json.loads(self.files.anatomy.config.to_json_string(use_diff=False))}
 
     def sample_ids(self, batch: CountedBatch) -> tuple[int, ...]:
         return batch.batch.sample_ids

@@ -105,11 +105,27 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
 
     def request(self, batch: DiffusionBatch) -> Request:
         inputs = {"latents": batch.noisy, "timesteps": batch.timesteps, "text": batch.text}
-        wanted = (PREDICTION, *self._feature_names)
         if batch.negative_text is not None:
             inputs["negative_text"] = batch.negative_text
-            wanted = (*wanted, UNCONDITIONAL)
-        return Request(batch.sample_ids, inputs, wanted, batch.modules)
+        return Request(batch.sample_ids, inputs, self.wanted, batch.modules)
+
+    @property
+    def has_draws(self) -> bool:
+        return True
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        unconditional = () if self._task.guidance.scale is None else (UNCONDITIONAL,)
+        return (PREDICTION, *self._feature_names, *unconditional)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        task = self._task
+        read = {"height", "width", "num_frames", "guidance", "condition_dropout", "max_sequence_length"}
+        scheduler = {"shift": self.files.scheduler_shift, "boundary": self.files.boundary_timestep}
+        configs = self.files.transformer_configs
+        timesteps = task.timesteps.model_dump(mode="json", exclude={"weighting"})
+        options = task.model_dump(mode="json", include=read) | {"timesteps": timesteps}
+        return {**options, "scheduler": scheduler, "configs": configs, **self._source.key(dtype)}
 
     def sample_ids(self, batch: DiffusionBatch) -> tuple[int, ...]:
         return batch.sample_ids

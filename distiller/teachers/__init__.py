@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from distiller.teachers.balanced import BalancedTeacher
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
+from distiller.teachers.cached import CachedTeacher
 from distiller.teachers.cpu import CpuTeacher
 from distiller.teachers.custom import CustomTeacher
 from distiller.teachers.disk import DiskTeacher
@@ -25,6 +26,7 @@ PLACEMENTS: dict[str, Callable[[Network, Setup], Teacher]] = {
     "sequential": SequentialTeacher,
     "custom": CustomTeacher,
     "sharded": ShardedTeacher,
+    "cached": CachedTeacher,
 }
 
 __all__ = ["PLACEMENTS", "Network", "Outputs", "Request", "Setup", "Teacher", "TeacherMemory"]

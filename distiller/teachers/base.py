@@ -30,12 +30,14 @@ class Request:
             `unconditional`, `features/3`).
         modules: which module each sample needs, as places in `Network.module_names`, known on the host; empty when
             the network has one module.
+        stored: the answer, where it was read from a cache beside the inputs.
     """
 
     sample_ids: tuple[int, ...]
     inputs: Mapping[str, Tensor]
     wanted: tuple[str, ...]
     modules: tuple[int, ...] = ()
+    stored: Outputs | None = None
 
 
 @dataclass(frozen=True)

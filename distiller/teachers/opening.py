@@ -52,6 +52,9 @@ def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, de
     a disk stream from there.
     """
     changes: dict[str, object] = {"rank": 0}
+    if options.placement == "cached":
+        # Other inputs than the data's: the weights are needed after all.
+        changes["placement"] = "auto"
     if options.placement == "sharded":
         alone = {"none": "balanced" if torch.cuda.device_count() > 1 else "replicated", "cpu": "streamed"}
         changes["placement"] = alone.get(options.offload, "disk")

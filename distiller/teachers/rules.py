@@ -44,6 +44,7 @@ RULES: dict[str, Rule] = {
     "rank0": Rule("whole on one rank", "none", "yes", "yes", "inputs and outputs"),
     "sharded": Rule("1/N, and one block or two", "none, or 1/N a rank", "FSDP2", "ZeRO-3", "every block, gathered"),
     "swap": Rule("whole while it runs", "one copy a rank", "yes", "yes", "nothing"),
+    "cached": Rule("none", "none", "yes", "yes", "nothing"),
 }
 
 
@@ -59,7 +60,7 @@ def may_run(teacher: Teacher, name: str, num_processes: int, under_deepspeed: bo
 def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool) -> None:
     """Raises UserError where the recipe's teacher cannot run in this world, whatever its size."""
     name = teacher.placement
-    if teacher.quantization != "none" and name not in (*QUANTIZED_PLACEMENTS, "auto"):
+    if teacher.quantization != "none" and name not in (*QUANTIZED_PLACEMENTS, "auto", "cached"):
         reason = "int8 layers run in other placements only"
         if name == "sharded":
             reason = "int8 weights inside ZeRO-3 or FSDP give wrong numbers, silently"
@@ -72,7 +73,7 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
             f"teacher.rank is {teacher.rank} and the run has {num_processes} rank(s), counted from 0; give at most "
             f"{num_processes - 1}, or start more processes"
         )
-    if teacher.quantization == "int8" and find_spec("bitsandbytes") is None:
+    if teacher.quantization == "int8" and name != "cached" and find_spec("bitsandbytes") is None:
         raise UserError("teacher.quantization=int8 needs bitsandbytes; run: pip install 'distiller[quantization]'")
     if name == "sharded" and teacher.offload == "nvme" and not under_deepspeed:
         raise UserError(
@@ -86,7 +87,7 @@ def table() -> str:
     heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP, FSDP or alone", "beside ZeRO")
     rows = ["| " + " | ".join((*heads, "int8", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
     for name, rule in RULES.items():
-        int8 = "yes" if name in QUANTIZED_PLACEMENTS else "no"
+        int8 = "yes" if name in (*QUANTIZED_PLACEMENTS, "cached") else "no"
         cells = (f"`{name}`", rule.gpu, rule.host, rule.beside_ddp, rule.beside_zero, int8, rule.communicates)
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"

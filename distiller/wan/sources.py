@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -68,6 +69,20 @@ class Source:
             accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
         return not self._rollout_stage.is_complete
 
+    def key(self, dtype: torch.dtype) -> dict[str, Any]:
+        """What embeddings and latents depend on, for JSON. Reads files for their digests, and no weights."""
+        recipe = self._recipe
+        text_stage = self._text_stage_of(self._texts, dtype)
+        key: dict[str, Any] = {"text": text_stage.key}
+        if recipe.data.kind == "latents":
+            files = local_path(recipe.data.path).glob("*.safetensors")
+            key["latents"] = {"files": digest_files(files), "samples": self.num_samples}
+        elif recipe.data.kind == "images":
+            key["latents"] = self._image_stage().key
+        elif recipe.rollout.enabled:
+            key["latents"] = self._plan().stage(self._files, text_stage, dtype).key
+        return key
+
     def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
         self._text = TextStore(self._text_stage)
@@ -107,11 +122,15 @@ class Source:
         return TextStore(self._sample_stage)[self._recipe.evaluation.sample_prompts.index(prompt)]
 
     def _encode(self, accelerator: Accelerator, texts: list[str], dtype: torch.dtype) -> Stage:
-        recipe, files, device = self._recipe, self._files, accelerator.device
-        length, tf32 = recipe.task.max_sequence_length, recipe.train.tf32
-        stage = text_stage(files, texts, length, dtype, tf32, recipe.stages_dir)
+        files, device = self._files, accelerator.device
+        stage = self._text_stage_of(texts, dtype)
         stage.make_once(accelerator.is_local_main_process, lambda: encode_prompts(stage, files, texts, dtype, device))
         return stage
+
+    def _text_stage_of(self, texts: list[str], dtype: torch.dtype) -> Stage:
+        recipe = self._recipe
+        length, tf32 = recipe.task.max_sequence_length, recipe.train.tf32
+        return text_stage(self._files, texts, length, dtype, tf32, recipe.stages_dir)
 
     def _open_latents(self, accelerator: Accelerator, teacher: Teacher | None) -> LatentStore | None:
         recipe = self._recipe
@@ -129,8 +148,14 @@ class Source:
         return LatentStore(stage.folder)
 
     def _encode_images(self, accelerator: Accelerator) -> Stage:
-        files, images, size = self._files, self._images, (self._recipe.task.height, self._recipe.task.width)
+        stage = self._image_stage()
+        size = self._recipe.task.height, self._recipe.task.width
+        make = partial(encode_images, stage, self._images, self._files, *size, accelerator.device)
+        stage.make_once(accelerator.is_local_main_process, make)
+        return stage
 
+    def _image_stage(self) -> Stage:
+        files, images, size = self._files, self._images, (self._recipe.task.height, self._recipe.task.width)
         key = {
             "vae": files.digest("vae"),
             "images": digest_files(file for file, _ in images),
@@ -138,10 +163,7 @@ class Source:
             "size": size,
             "tf32": self._recipe.train.tf32,
         }
-        stage = Stage("images", key, self._recipe.stages_dir)
-        make = partial(encode_images, stage, images, files, *size, accelerator.device)
-        stage.make_once(accelerator.is_local_main_process, make)
-        return stage
+        return Stage("images", key, self._recipe.stages_dir)
 
     def _plan(self) -> RolloutPlan:
         return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe)

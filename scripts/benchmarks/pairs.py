@@ -51,6 +51,7 @@ def run_placements(folder: Path, batch_size: int) -> None:
     from distiller.data.order import RankSampler
     from distiller.devices import quiet_libraries
     from distiller.errors import UserError
+    from distiller.micro_batch import LiveCollation
     from distiller.recipe_file import load
     from distiller.teachers.base import Setup
     from distiller.teachers.opening import open_teacher
@@ -66,7 +67,7 @@ def run_placements(folder: Path, batch_size: int) -> None:
 
     def loader(done: int, last_step: int) -> DataLoader[Any]:
         sampler = RankSampler(run.plan, rank, done, last_step)
-        return DataLoader(run.loader.dataset, batch_sampler=sampler, collate_fn=run.task.collate)
+        return DataLoader(run.loader.dataset, batch_sampler=sampler, collate_fn=LiveCollation(run.task))
 
     train(replace(run, last_step=1, loader=loader(0, 1)))
     run.teacher.close()

@@ -33,7 +33,7 @@ def test_every_placement_has_a_rule_and_a_footprint():
     assert set(RULES) == set(PLACEMENTS)
     needs, _, _ = on_gpus(2, 80)
     # A custom map says itself where things go; the map's own check looks at the room.
-    assert set(needs) == set(PLACEMENTS) - {"custom"}
+    assert set(needs) == set(PLACEMENTS) - {"custom", "cached"}
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
             open_teacher(network, setup(placement=name))
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in (*QUANTIZED_PLACEMENTS, "custom")])
+@pytest.mark.parametrize("name", [name for name in RULES if name not in (*QUANTIZED_PLACEMENTS, "custom", "cached")])
 def test_int8_is_refused_where_it_would_be_wrong(name):
     with pytest.raises(
         UserError, match=rf"quantization is int8 and teacher\.placement {name}: .* replicated or balanced"

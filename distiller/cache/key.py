@@ -1,0 +1,55 @@
+"""What a cache's content depends on, and in what a recipe's differs from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from distiller.config import Recipe
+from distiller.errors import shown
+from distiller.stages import digest_files
+from distiller.tasks.base import Task
+
+FORMAT = 1
+
+
+def content_key(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Everything that a stored output depends on, as JSON can hold it. Reads the teacher's files for their digest.
+
+    What only decides which outputs are asked for when (order, world size, batch size) is not in it; nor are the
+    placement and the libraries' versions, which the manifest records.
+    """
+    network = task.network
+    files = [file for name in network.module_names for file in network.weight_files(name)]
+    key: dict[str, Any] = {
+        "format": FORMAT,
+        "task": {"kind": recipe.task.kind},
+        "teacher": {
+            "weights": digest_files(files),
+            "dtype": str(dtype).removeprefix("torch."),
+            "quantization": recipe.teacher.quantization,
+        },
+        "train": {"tf32": recipe.train.tf32},
+        "data": {"digest": task.data_digest, "samples": task.num_samples},
+        "inputs": task.cached_inputs(dtype),
+        "form": task.cached_form(),
+    }
+    if task.has_draws:
+        key["seed"] = recipe.seed
+    # As it will be read back: JSON has no tuples.
+    return json.loads(json.dumps(key))
+
+
+def first_difference(held: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> str | None:
+    """The first field, in sorted order, in which the two differ, and both values; None where there is none."""
+    for name in sorted(held.keys() | asked.keys()):
+        field, ours, theirs = f"{prefix}{name}", asked.get(name), held.get(name)
+        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+            if (found := first_difference(theirs, ours, f"{field}.")) is not None:
+                return found
+        elif ours != theirs:
+            return f"{field} is {shown(theirs)} there and {shown(ours)} here"
+    return None

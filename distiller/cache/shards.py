@@ -1,0 +1,97 @@
+"""One shard: the outputs of consecutive samples in a safetensors file that is complete or absent.
+
+Each sample's tensors are laid one after the other along their first axis, so that samples may differ in length:
+
+    NAME            [sum of n_i, ...]
+    offsets/NAME    [samples + 1] int64: sample i lies in rows offsets[i] to offsets[i + 1]
+    crc32           [samples] int64, over the sample's tensors in the order of their names
+
+A checksum a sample, because a whole file of hundreds of megabytes cannot be read again for each of them.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from distiller.durable import sync_folder
+from distiller.errors import RunError
+from distiller.teachers.base import Outputs
+from distiller.weight_files import StoredTensor, read_header
+
+OFFSETS = "offsets/"
+CHECKSUMS = "crc32"
+
+
+def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
+    """Writes a shard durably, under a name of its own until it is whole.
+
+    Args:
+        samples: of each sample, its tensors on the CPU, with at least one axis.
+    """
+    tensors: dict[str, Tensor] = {CHECKSUMS: torch.tensor([checksum(sample) for sample in samples])}
+    for name in samples[0]:
+        tensors[name] = torch.cat([sample[name] for sample in samples]).contiguous()
+        lengths = torch.tensor([0, *(len(sample[name]) for sample in samples)])
+        tensors[f"{OFFSETS}{name}"] = lengths.cumsum(0)
+    partial = file.with_name(f".{file.name}.partial")
+    save_file(tensors, partial)
+    with partial.open("rb") as stream:
+        os.fsync(stream.fileno())
+    os.chmod(partial, 0o644)
+    partial.replace(file)
+    sync_folder(file.parent)
+
+
+@final
+class Shard:
+    """Reads samples from a shard's mapped memory, without copies; safe in forked processes."""
+
+    def __init__(self, file: Path) -> None:
+        """Maps the file. UserError where it is not complete."""
+        self._file, header = file, read_header(file)
+        # Private: torch refuses tensors over memory that cannot be written.
+        storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=os.path.getsize(file))
+        tensors = {name: _view(storage, stored) for name, stored in header.items()}
+        self._checksums = tensors.pop(CHECKSUMS).tolist()
+        self._offsets = {name[len(OFFSETS) :]: t.tolist() for name, t in tensors.items() if name.startswith(OFFSETS)}
+        self._tensors = {name: tensors[name] for name in sorted(self._offsets)}
+
+    def __len__(self) -> int:
+        return len(self._checksums)
+
+    def read(self, row: int) -> Outputs:
+        """One sample's tensors, as they were written; RunError if the file's bytes are not those any more."""
+        spans = {name: offsets[row : row + 2] for name, offsets in self._offsets.items()}
+        sample = {name: self._tensors[name][start:end] for name, (start, end) in sorted(spans.items())}
+        if checksum(sample) != self._checksums[row]:
+            raise RunError(
+                f"{self._file} is damaged (the checksum of its row {row} is wrong); make it again with distiller cache "
+                "RECIPE --repair"
+            )
+        return sample
+
+
+def checksum(sample: Outputs) -> int:
+    """CRC-32 of a sample's bytes, in the order of its tensors' names."""
+    value = 0
+    for _, tensor in sorted(sample.items()):
+        value = zlib.crc32(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()), value)
+    return value
+
+
+def _view(storage: torch.UntypedStorage, stored: StoredTensor) -> Tensor:
+    width = stored.dtype.itemsize
+    if stored.start % width:
+        # The format's writers align; a header of odd length by another hand does not.
+        part = torch.tensor([], dtype=torch.uint8).set_(storage, stored.start, (stored.num_bytes,))
+        return part.clone().view(stored.dtype).view(stored.shape)
+    strides = torch.empty(stored.shape, device="meta").stride()
+    return torch.tensor([], dtype=stored.dtype).set_(storage, stored.start // width, stored.shape, strides)

@@ -1,0 +1,57 @@
+"""The placement `cached` as the contract runs it: what a live teacher answered, through a cache's files."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distiller.cache.filling import Batching, Filling
+from distiller.cache.layout import Layout
+from distiller.cache.shards import Shard, write_shard
+from distiller.ranks import Ranks
+from distiller.tasks.base import Task
+from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
+from distiller.teachers.cached import CachedTeacher
+from tests.toy_task import Sequences
+
+
+class FromFiles(Teacher):
+    """Asks a live teacher, writes the answers, and hands `CachedTeacher` what it reads of them."""
+
+    def __init__(self, live: Teacher, network: Network, setup: Setup) -> None:
+        self.live, self.cached = live, CachedTeacher(network, setup)
+
+    def predict(self, requests: Sequence[Request]) -> list[Outputs]:
+        device = next(iter(requests[0].inputs.values())).device
+        outputs, answered = self.live.predict(requests), []
+        for request, known in zip(requests, outputs, strict=True):
+            samples = [{k: v[row].cpu() for k, v in known.items()} for row in range(len(request.sample_ids))]
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder) / "outputs-000000.safetensors"
+                write_shard(file, samples)
+                shard = Shard(file)
+                read = [shard.read(row) for row in range(len(shard))]
+                stored = {name: torch.stack([sample[name] for sample in read]).to(device) for name in known}
+            answered.append(Request(request.sample_ids, {}, request.wanted, request.modules, stored))
+        return self.cached.predict(answered)
+
+    def memory(self) -> TeacherMemory:
+        return self.cached.memory()
+
+    def close(self) -> None:
+        self.live.close()
+
+
+def fill_cache(folder: Path, task: Task[Any, Any], teacher: Teacher, batch_size: int, device: torch.device) -> Layout:
+    """A cache of the toy sequences, in files of eight samples. Communicates."""
+    folder.mkdir(parents=True, exist_ok=True)
+    ranks = Ranks.join(device)
+    layout = Layout(num_samples=16, draws=1, per_shard=8, seed=0)
+    filling = Filling(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
+    ranks.wait()
+    filling.fill(layout, filling.missing(layout))
+    return layout

@@ -1,0 +1,172 @@
+"""The files of a cache: written and read bit for bit, checked, refused by field, repaired."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distiller.cache.filling import check_room, claim, plan_layout
+from distiller.cache.key import first_difference
+from distiller.cache.layout import Layout, shard_name
+from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
+from distiller.cache.reading import CachedData
+from distiller.cache.shards import Shard, write_shard
+from distiller.draws import sample_order
+from distiller.errors import RunError, UserError
+from distiller.micro_batch import RepeatedDraws
+from tests.toy_task import Sequences
+
+KEY = {"format": 1, "teacher": {"weights": "a1", "dtype": "float32"}, "seed": 0}
+LAYOUT = Layout(num_samples=10, draws=2, per_shard=4, seed=3)
+
+
+def sample(number: int) -> dict[str, torch.Tensor]:
+    """Two tensors, one of a length of its own."""
+    generator = torch.Generator().manual_seed(number)
+    hidden = torch.randn(1 + number % 3, 5, generator=generator).to(torch.bfloat16)
+    return {"hidden": hidden, "ids": torch.randint(0, 2**16, (4,), generator=generator, dtype=torch.int32)}
+
+
+def write_cache(folder: Path, key: dict[str, Any] = KEY, layout: Layout = LAYOUT) -> Path:
+    """A whole cache: sample i of draw d is number 100 d + i."""
+    folder.mkdir(exist_ok=True)
+    for shard in range(layout.num_shards):
+        write_shard(folder / shard_name(shard), [sample(100 * d + i) for d, i in layout.keys_of(shard)])
+    plan_layout(folder, key, layout)
+    sizes = tuple((folder / shard_name(shard)).stat().st_size for shard in range(layout.num_shards))
+    Manifest(key, layout, ("hidden", "ids"), sizes, 40.0, 10.0, {}).write(folder)
+    return folder
+
+
+def test_every_sample_of_every_draw_has_one_place():
+    places = {LAYOUT.place(draw, i): (draw, i) for draw in range(2) for i in range(10)}
+    assert len(places) == 20
+    for shard in range(LAYOUT.num_shards):
+        for row, key in enumerate(LAYOUT.keys_of(shard)):
+            assert places[shard, row] == key
+    # In the order of each epoch, so that training reads from front to back.
+    ids = [i for shard in range(3) for _, i in LAYOUT.keys_of(shard)]
+    assert ids == sample_order(3, 0, 10)
+
+
+def test_what_is_read_is_what_was_written(tmp_path):
+    samples = [sample(number) for number in range(7)]
+    write_shard(tmp_path / "a.safetensors", samples)
+    shard = Shard(tmp_path / "a.safetensors")
+    assert len(shard) == 7
+    for row in (6, 0, 3):
+        read = shard.read(row)
+        assert read.keys() == samples[row].keys()
+        for name, tensor in samples[row].items():
+            assert read[name].dtype == tensor.dtype
+            assert torch.equal(read[name], tensor)
+    assert [file.name for file in tmp_path.iterdir()] == ["a.safetensors"]
+
+
+def test_a_flipped_bit_is_found_in_the_sample_that_has_it_and_in_no_other(tmp_path):
+    file = tmp_path / "a.safetensors"
+    write_shard(file, [{"x": torch.full((64,), float(number))} for number in range(4)])
+    content = bytearray(file.read_bytes())
+    content[content.index(torch.full((64,), 2.0).numpy().tobytes()) + 17] ^= 1
+    file.write_bytes(content)
+    shard = Shard(file)
+    assert shard.read(1)["x"][0] == 1
+    with pytest.raises(RunError, match=r"a\.safetensors is damaged .* row 2 .* --repair"):
+        shard.read(2)
+
+
+def test_data_comes_with_the_outputs_of_its_draw(tmp_path):
+    folder = write_cache(tmp_path / "cache", layout=Layout(16, 2, 4, 3))
+    data = CachedData(Sequences(), folder, Layout(16, 2, 4, 3), draws=2)
+    for epoch, number in ((0, 5), (1, 5), (2, 5), (5, 0)):
+        (sample_id, _), outputs = data[epoch, number]
+        assert sample_id == number
+        assert torch.equal(outputs["hidden"], sample(100 * (epoch % 2) + number)["hidden"])
+
+
+def test_repeated_draws_ask_the_data_for_the_first_epochs_again():
+    class Epochs(torch.utils.data.Dataset):
+        def __getitem__(self, key):
+            return key
+
+    repeated = RepeatedDraws(Epochs(), 3)
+    assert [repeated[epoch, 7] for epoch in (0, 2, 3, 7)] == [(0, 7), (2, 7), (0, 7), (1, 7)]
+
+
+def test_the_first_field_that_differs_is_named():
+    other = {"format": 1, "teacher": {"weights": "a1", "dtype": "bfloat16"}, "seed": 0}
+    assert first_difference(KEY, KEY) is None
+    assert first_difference(KEY, other) == "teacher.dtype is 'float32' there and 'bfloat16' here"
+    assert first_difference(KEY, KEY | {"extra": 1}) == "extra is nothing there and 1 here"
+
+
+def test_a_cache_that_fits_is_opened(tmp_path):
+    folder = write_cache(tmp_path / "cache")
+    manifest = open_cache(folder, KEY, ("hidden",), epochs=2, draws=None)
+    assert manifest.layout == LAYOUT
+    assert open_cache(folder, KEY, ("hidden", "ids"), epochs=9, draws=2) == manifest
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "message"),
+    [
+        (lambda folder: (folder / MANIFEST_FILE).unlink(), {}, "is not complete .* run distiller cache"),
+        (lambda folder: (folder / MANIFEST_FILE).write_text("{}"), {}, "cannot be read .* --repair"),
+        (lambda folder: None, {"key": KEY | {"seed": 1}}, "seed is 0 there and 1 here"),
+        (lambda folder: None, {"wanted": ("hidden", "features/3")}, "holds hidden, ids .* also needs features/3"),
+        (lambda folder: None, {"epochs": 3}, "holds 2 draws .* passes 3 times .* set cache.draws=2"),
+        (lambda folder: (folder / shard_name(4)).unlink(), {}, "outputs-000004.safetensors is missing; .* --repair"),
+        (lambda folder: (folder / shard_name(1)).write_bytes(b"x"), {}, "outputs-000001.safetensors has 1 bytes of"),
+    ],
+)
+def test_a_cache_that_does_not_fit_is_refused(tmp_path, spoil, changes, message):
+    folder = write_cache(tmp_path / "cache")
+    spoil(folder)
+    asked: dict[str, Any] = {"key": KEY, "wanted": ("hidden",), "epochs": 2, "draws": None} | changes
+    with pytest.raises(UserError, match=message):
+        open_cache(folder, **asked)
+
+
+def test_a_folder_that_is_no_cache_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is no cache"):
+        open_cache(tmp_path, KEY, ("hidden",), 1, None)
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match="is not empty and is no cache; give a new folder"):
+        claim(tmp_path, KEY)
+
+
+def test_a_begun_cache_is_gone_on_with_only_for_the_same_key(tmp_path):
+    claim(tmp_path, KEY)
+    assert plan_layout(tmp_path, KEY, LAYOUT) == LAYOUT
+    claim(tmp_path, KEY)
+    # What a file holds was decided at the beginning.
+    assert plan_layout(tmp_path, KEY, Layout(10, 2, 8, 3)) == LAYOUT
+    with pytest.raises(UserError, match=r"was begun with 2 draws .* now it is 3"):
+        plan_layout(tmp_path, KEY, Layout(10, 3, 4, 3))
+    with pytest.raises(UserError, match=r"teacher\.weights is 'a1' there and 'b2' here"):
+        claim(tmp_path, KEY | {"teacher": {"weights": "b2", "dtype": "float32"}})
+    (tmp_path / KEY_FILE).write_text(json.dumps([]))
+    with pytest.raises(UserError, match="cannot be used"):
+        claim(tmp_path, KEY)
+
+
+def test_repair_removes_the_damaged_files_and_no_other(tmp_path):
+    folder = write_cache(tmp_path / "cache")
+    (folder / shard_name(1)).write_bytes((folder / shard_name(1)).read_bytes()[:-1])
+    content = bytearray((folder / shard_name(3)).read_bytes())
+    content[-1] ^= 128
+    (folder / shard_name(3)).write_bytes(content)
+    # A whole file, of other samples.
+    (folder / shard_name(5)).write_bytes((folder / shard_name(0)).read_bytes())
+    assert remove_damaged(folder, LAYOUT, range(LAYOUT.num_shards)) == [shard_name(1), shard_name(3), shard_name(5)]
+    assert {file.name for file in folder.glob("outputs-*")} == {shard_name(number) for number in (0, 2, 4)}
+
+
+def test_a_disk_without_room_is_refused(tmp_path):
+    check_room(tmp_path, 1.0)
+    with pytest.raises(UserError, match=r"GiB free and .* GiB are still to be written"):
+        check_room(tmp_path, 2.0**60)
