@@ -101,13 +101,13 @@ def write_texts(file: Path, num_documents: int = 40, seed: int = 5) -> Path:
     return file
 
 
-def recipe(folder: Path, teacher: Path, **sections: Any) -> dict[str, Any]:
+def recipe(folder: Path, teacher_path: Path | None = None, /, **sections: Any) -> dict[str, Any]:
     """A recipe that trains in seconds and writes under `folder`; `sections` are merged over it."""
     base: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "seed": 3,
         "task": {"kind": "causal_lm"},
-        "teacher": {"path": str(teacher)},
+        "teacher": {"path": str(teacher_path)},
         "student": {"num_layers": 2},
         "data": {"kind": "jsonl", "path": str(folder / "texts.jsonl"), "max_length": 32, "packing": False},
         "train": {"max_steps": 6, "batch_size": 8, "log_every": 1},

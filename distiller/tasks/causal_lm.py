@@ -158,7 +158,23 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
-        return {"config": json.loads(self.files.anatomy.config.to_json_string(use_diff=False))}
+        config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
+        return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+
+    def store(self, batch: CountedBatch, outputs: Outputs) -> list[Outputs]:
+        """Real tokens alone, [L, H] each: the padding depends on the rows beside them."""
+        held = {name: outputs[name].cpu() for name in self.wanted}
+        lengths = batch.batch.lengths
+        return [{name: tensor[row, :length] for name, tensor in held.items()} for row, length in enumerate(lengths)]
+
+    def restore(self, batch: CountedBatch, samples: Sequence[Outputs]) -> Outputs:
+        shape = batch.batch.input_ids.shape
+        padded = {name: samples[0][name].new_zeros(*shape, samples[0][name].shape[-1]) for name in self.wanted}
+        for row, sample in enumerate(samples):
+            for name, tensor in sample.items():
+                if name in padded:
+                    padded[name][row, : len(tensor)] = tensor
+        return padded
 
     def sample_ids(self, batch: CountedBatch) -> tuple[int, ...]:
         return batch.batch.sample_ids

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distiller import commands
 from distiller.build import build_task
+from distiller.caching import make_cache
 from distiller.errors import QualityGateError, UserError
 from distiller.language.batch import IGNORED
 from distiller.recipe_file import parse
@@ -117,6 +118,22 @@ def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
     resumed = run(make_recipe(train={"ema_decay": 0.9}, **broken), resume=True)
     assert toys.read_metrics(resumed)[-1]["loss"] == toys.read_metrics(whole)[-1]["loss"]
     assert torch.equal(toy_causal_lm.student_vector(resumed), toy_causal_lm.student_vector(whole))
+
+
+def test_a_cached_teacher_is_the_live_one(make_recipe, tmp_path, fresh, capsys):
+    losses = {"task": {"losses": {"alpha": 0.7, "features": FEATURES}}}
+    live = run(make_recipe(output_dir=str(tmp_path / "live"), **losses))
+    fresh()
+    cache = {"path": str(make_recipe().teacher.path), "cache": str(tmp_path / "outputs")}
+    train = {"batch_size": 4, "samples_per_update": 8}
+    make_cache(parse(toy_causal_lm.recipe(tmp_path, **losses, teacher=cache, train=train)), repair=False)
+    fresh()
+    cached = cache | {"placement": "cached"}
+    options = {"output_dir": str(tmp_path / "cached"), "teacher": cached, "train": train | {"num_workers": 1}}
+    folder = run(parse(toy_causal_lm.recipe(tmp_path, **losses, **options)))
+    toy_causal_lm.assert_same_run(folder, live)
+    # Nobody is there to be asked to go on with a text.
+    assert "teacher: " not in (folder / "samples.txt").read_text()
 
 
 def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
