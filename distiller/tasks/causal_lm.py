@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from accelerate import Accelerator
-from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
-from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
+from distiller.language.batch import TokenSample
 from distiller.language.checks import check_feature_blocks, check_lengths, objective_of
 from distiller.language.chunked import HiddenTarget
-from distiller.language.continuing import continue_greedily, students_hidden, teachers_hidden, write_texts
+from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
+from distiller.language.counted import CountedBatch
 from distiller.language.evaluation import Reader, compare
+from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
 from distiller.language.rows import TextData
@@ -38,30 +35,6 @@ from distiller.teachers.opening import open_alone
 
 PROMPT_TOKENS = 24
 """Of a held-out document, what is given to be continued."""
-TOKENIZER_FILES = (
-    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("*.model", "chat_template*", "generation_config.json"),
-)
-"""What goes into an exported student beside its weights."""
-
-
-@final
-@dataclass(frozen=True)
-class CountedBatch:
-    """A micro-batch, and what of it counts; that stays on the host, wherever the rest goes.
-
-    Attributes:
-        counts: [B L] bool, on the CPU.
-        num_counted: how many of them are true.
-    """
-
-    batch: LanguageBatch
-    counts: Tensor
-    num_counted: int
-
-    def pin_memory(self) -> CountedBatch:
-        """Called by the DataLoader."""
-        return replace(self, batch=self.batch.pin_memory(), counts=self.counts.pin_memory())
 
 
 @final
@@ -136,9 +109,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         enable_checkpointing(trained.model)
 
     def collate(self, samples: Sequence[TokenSample]) -> CountedBatch:
-        batch = collate(samples, self._source.pad_id)
-        counts = (batch.labels != IGNORED).flatten()
-        return CountedBatch(batch, counts, int(counts.sum()))
+        return CountedBatch.of(samples, self._source.pad_id)
 
     def to_device(self, batch: CountedBatch, device: torch.device) -> CountedBatch:
         return replace(batch, batch=batch.batch.map(lambda tensor: tensor.to(device, non_blocking=True)))
@@ -213,20 +184,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        model = self._student.skeleton().to_empty(device="cpu")
-        ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-        report = model.load_state_dict(ours, strict=False, assign=True)
-        model.tie_weights()
-        lacking = set(report.missing_keys) - set(self._student.anatomy.head_names)
-        assert not lacking and not report.unexpected_keys, f"a checkpoint of another student: {report}"
-        model.save_pretrained(folder)
-        source = self._student.files or self.files
-        root = self.files.root if source.tokenizer is None else source.root
-        for file in sorted({file for pattern in TOKENIZER_FILES for file in root.glob(pattern)}):
-            shutil.copyfile(file, folder / file.name)
-        for file in folder.iterdir():
-            # safetensors creates its files for the owner only.
-            os.chmod(file, 0o644)
+        export_student(self._student, self.files, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         assert self._head is not None, "run_stages loads it"
@@ -247,7 +205,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if not numbers:
             raise UserError("data.held_out leaves no document to evaluate on; raise it, or give more documents")
         trained = self._read_student(run_dir, device)
-        before = _reader(self._student.build(), device)
+        before = reader_of(self._student.build(), device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
         students = {"student": trained, "untrained_student": before}
@@ -308,25 +266,4 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return continue_greedily(reader.hidden_of, reader.head, beginnings, count, pad_id)
 
     def _read_student(self, run_dir: Path, device: torch.device) -> Reader:
-        folder = run_dir / "student"
-        if not (folder / "config.json").is_file():
-            raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
-        unset_hf_deepspeed_config()
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=self._task.trust_remote_code,
-            )
-        except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-            raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
-        return _reader(model, device)
-
-
-def _reader(model: Any, device: torch.device) -> Reader:
-    """A model of the library that is only read."""
-    model = model.eval().requires_grad_(False).to(device)
-    output = model.get_output_embeddings()
-    return Reader(students_hidden(model), Head(output.weight, output.bias))
+        return read_exported(run_dir, self._task.trust_remote_code, device)

@@ -17,8 +17,9 @@ from distiller.build import build_task
 from distiller.caching import make_cache
 from distiller.errors import QualityGateError, UserError
 from distiller.language.batch import IGNORED
+from distiller.language.counted import CountedBatch
 from distiller.recipe_file import parse
-from distiller.tasks.causal_lm import CausalLMTask, CountedBatch
+from distiller.tasks.causal_lm import CausalLMTask
 from tests import toy_causal_lm, toys
 
 FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
