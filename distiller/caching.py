@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-import transformers
 
 from distiller import __version__
 from distiller.build import check_run, epochs_of, plan_updates
@@ -136,7 +137,7 @@ def _finish(
     made_with = {
         "distiller": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in ("transformers", "diffusers") if name in sys.modules},
         "accelerate": accelerate.__version__,
         "device": world.accelerator.device.type,
         "placement": placement,

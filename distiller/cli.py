@@ -156,7 +156,7 @@ def _parser() -> argparse.ArgumentParser:
 
     sample = commands.add_parser(
         "sample",
-        help="draw teacher and student side by side",
+        help="teacher and student side by side: drawings, or texts that they continue",
         description="distiller sample RUN [key.sub=value ...] --prompts PROMPT [PROMPT ...]",
     )
     sample.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
@@ -167,9 +167,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar="key.sub=value",
         help="before --prompts, for example sampling.num_inference_steps=50 or teacher.placement=streamed",
     )
-    sample.add_argument("--prompts", nargs="+", required=True, help="one picture of each for every prompt")
+    sample.add_argument("--prompts", nargs="+", required=True, help="one picture or text of each for every prompt")
     sample.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png")
+    sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png or .txt")
     sample.set_defaults(run=_sample)
 
     export = commands.add_parser("export", help="write the student of any checkpoint in its library's format")

@@ -14,7 +14,6 @@ import torch
 
 from distiller.build import Finished, build, build_task, check_run
 from distiller.config import Recipe
-from distiller.data.images import SUFFIXES
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
 from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
@@ -154,11 +153,12 @@ def evaluate(run_dir: Path, overrides: list[str]) -> None:
 def sample(run_dir: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
     """Writes teacher and student side by side for these prompts."""
     recipe = _recipe_of(run_dir, overrides)
-    target = output or run_dir / "samples.png"
-    if target.suffix.lower() not in SUFFIXES or not os.path.isdir(target.parent):
-        suffixes = ", ".join(sorted(SUFFIXES))
+    task = build_task(recipe)
+    target = output or run_dir / f"samples{task.sample_suffixes[0]}"
+    if target.suffix.lower() not in task.sample_suffixes or not os.path.isdir(target.parent):
+        suffixes = ", ".join(sorted(task.sample_suffixes))
         raise UserError(f"--output {target}: give a file in a folder that exists, ending in one of {suffixes}")
-    build_task(recipe).sample(run_dir, prompts, seed, best_device(), target)
+    task.sample(run_dir, prompts, seed, best_device(), target)
     print(target)
 
 

@@ -6,8 +6,78 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config import Data
-from distiller.sections import Float, Location, Positive, Switch
+from distiller.config import Data, RecipeOf, TaskOptions
+from distiller.errors import shown
+from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+
+
+class DivergenceLoss(Section):
+    """How far the student's next-token distribution is from the teacher's, summed over tokens."""
+
+    kind: Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"] = Field(
+        "forward_kl", description="jsd = generalised Jensen-Shannon; the skewed ones compare with a mixture"
+    )
+    temperature: PositiveFloat = Field(1.0, description="of both softmaxes; the term carries its square")
+    beta: Annotated[Float, Field(ge=0, le=1)] = Field(0.5, description="jsd: the teacher's share of the mixture")
+    skew: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        0.1, description="skewed kinds: the share of the first distribution in what it is compared with"
+    )
+
+
+class LanguageFeatureLoss(Section):
+    """Distance between block outputs, through linear projections that are trained with the student."""
+
+    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
+    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
+    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
+
+
+class LanguageLosses(Section):
+    """The terms of the loss; each is a mean over all learnt tokens of the whole update, in float32."""
+
+    alpha: Annotated[Float, Field(ge=0, le=1)] = Field(
+        1.0, description="share of the divergence; the rest is the cross-entropy with the data's own next tokens"
+    )
+    divergence: DivergenceLoss = DivergenceLoss()
+    features: LanguageFeatureLoss = LanguageFeatureLoss()
+
+
+class LanguageOptions(TaskOptions):
+    """What is learnt, for teachers that predict the next token."""
+
+    kind: Literal["causal_lm"] = Field(description="which task")  # type: ignore[assignment]
+    losses: LanguageLosses = LanguageLosses()
+    trust_remote_code: Switch = Field(False, description="whether to run Python code that comes with a model's folder")
+
+
+class LanguageStudent(Section):
+    """The trained model: exactly one of config, path, or the teacher's own layers (num_layers and so on)."""
+
+    config: Location | None = Field(None, description="the library's own config.json; the tokenizer is the teacher's")
+    path: Location | None = Field(None, description="a saved model: a folder, a hub id or a GGUF file")
+    num_layers: Positive | None = Field(None, description="evenly spaced layers of the teacher")
+    hidden_size: Positive | None = Field(None, description="the teacher's first channels (width)")
+    num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
+    num_key_value_heads: Positive | None = Field(None, description="the teacher's first ones; None = in proportion")
+    intermediate_size: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
+
+    @property
+    def from_teacher(self) -> bool:
+        """Whether the student is cut out of the teacher."""
+        return any(getattr(self, key) is not None for key in CUTS)
+
+    @model_validator(mode="after")
+    def _one_source(self) -> LanguageStudent:
+        if sum([self.config is not None, self.path is not None, self.from_teacher]) != 1:
+            raise ValueError(
+                "give exactly one of student.config, student.path, or the teacher's own layers "
+                f"(student.{', '.join(CUTS)})"
+            )
+        return self
+
+
+CUTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Keys of a student that is cut out of its teacher."""
 
 
 class LanguageData(Data):
@@ -38,4 +108,46 @@ class LanguageData(Data):
             raise ValueError(f"data.kind=python-docs reads no file, given data.path {self.path}; remove it")
         if self.kind != "python-docs" and self.path is None:
             raise ValueError(f"data.kind={self.kind} needs data.path; give it")
+        return self
+
+
+class LanguageEvaluation(Section):
+    """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
+
+    batch_tokens: Positive = Field(8192, description="tokens a batch, padding included; rows of like lengths together")
+    max_rows: Positive | None = Field(None, description="only the first so many held-out rows; None = all")
+    sample_prompts: tuple[str, ...] = Field(
+        (), description="beginnings that both continue; empty = those of held-out documents"
+    )
+    num_samples: NonNegative = Field(2, description="held-out documents that are continued, without sample_prompts")
+    max_new_tokens: Positive = Field(
+        48, description="of a continuation; without a cache, so its time grows with their square"
+    )
+    min_improvement: PositiveFloat | None = Field(
+        None,
+        description="quality gate: the student's perplexity before training over that after; exit 3 below it",
+    )
+
+
+class LanguageRecipe(RecipeOf[LanguageOptions, LanguageStudent, LanguageData, LanguageEvaluation]):
+    """A whole run, but for processes and the student's sharding, which are the launch file's."""
+
+    task: LanguageOptions
+    student: LanguageStudent
+    data: LanguageData
+    evaluation: LanguageEvaluation = LanguageEvaluation()
+
+    @model_validator(mode="after")
+    def _no_contradictions_of_language(self) -> LanguageRecipe:
+        features = self.task.losses.features
+        if len(features.student_blocks) != len(features.teacher_blocks):
+            raise ValueError(
+                f"task.losses.features: given {len(features.student_blocks)} student_blocks and "
+                f"{len(features.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
+            )
+        if features.weight and not features.student_blocks:
+            raise ValueError(
+                f"task.losses.features.weight is {shown(features.weight)} and student_blocks is empty; name the blocks "
+                "to match, or set the weight to 0"
+            )
         return self

@@ -16,11 +16,13 @@ from distiller.classification_config import ClassificationRecipe
 from distiller.config import Recipe
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError, shown
+from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 
 RECIPES: dict[str, type[Recipe]] = {
     "diffusion": DiffusionRecipe,
+    "causal_lm": LanguageRecipe,
     "classification": ClassificationRecipe,
 }
 """`task.kind` -> what a recipe of that task holds."""
@@ -30,7 +32,10 @@ ALTERNATIVES = (
     (
         ("student.config",),
         ("student.path",),
-        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim", "student.depths"),
+        (
+            *("student.num_layers", "student.num_attention_heads", "student.ffn_dim", "student.depths"),
+            *(f"student.{key}" for key in CUTS),
+        ),
     ),
 )
 """Ways to say one thing, each a tuple of keys, of which a recipe uses one."""

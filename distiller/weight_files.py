@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+Rename = Callable[[str], str | None]
+"""A stored tensor's name -> its name in the module; None where it belongs to another part of the same model."""
 _CHUNK_BYTES = 64 * 2**20
 
 
@@ -54,11 +56,13 @@ class StoredTensor:
 class WeightFiles:
     """Reads headers when it is made, and tensors when they are asked for. Safe to use from several threads."""
 
-    def __init__(self, files: Sequence[Path]) -> None:
-        """Raises UserError for a file that is not complete safetensors."""
+    def __init__(self, files: Sequence[Path], rename: Rename | None = None) -> None:
+        """Tensors are known by what `rename` makes of their stored names. UserError for an incomplete file."""
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
             found = read_header(file)
+            if rename is not None:
+                found = {name: tensor for stored, tensor in found.items() if (name := rename(stored)) is not None}
             if twice := sorted(self.tensors.keys() & found.keys()):
                 raise UserError(f"{file}: holds {twice[0]}, and so does another file of the same model; remove one")
             self.tensors |= found

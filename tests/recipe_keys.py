@@ -34,8 +34,12 @@ def sections(model: type[BaseModel], path: str = "") -> Iterator[tuple[str, type
 
 def keys() -> set[str]:
     """Dotted paths of every section and key."""
-    found = ((path, model) for recipe in RECIPES.values() for path, model in sections(recipe))
-    return {f"{path}.{name}".lstrip(".") for path, model in found for name in model.model_fields}
+    return {key for kind in RECIPES for key in keys_of(kind)}
+
+
+def keys_of(kind: str) -> set[str]:
+    """Those of one task."""
+    return {f"{path}.{name}".lstrip(".") for path, model in sections(RECIPES[kind]) for name in model.model_fields}
 
 
 def page() -> str:

@@ -66,6 +66,7 @@ class ToyTask(Task[Batch, Any]):
 
     num_samples = 16
     data_digest = "toy"
+    sample_suffixes = (".txt",)
     needs_live_teacher = True
     _wanted = ("output",)
 

@@ -143,7 +143,7 @@ class SkewedReverseKL(Divergence):
 DIVERGENCES: dict[str, type[Divergence]] = {
     "forward_kl": ForwardKL,
     "reverse_kl": ReverseKL,
-    "jensen_shannon": JensenShannon,
+    "jsd": JensenShannon,
     "skewed_kl": SkewedKL,
     "skewed_reverse_kl": SkewedReverseKL,
 }

@@ -43,6 +43,9 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     data_digest: str
     """Changes when the data's prompts do: a resumed run must go on with the same."""
 
+    sample_suffixes: tuple[str, ...]
+    """What the name of a file that `sample` writes may end with; the first is that of `samples` in the run's folder."""
+
     @property
     @abstractmethod
     def needs_live_teacher(self) -> bool:

@@ -13,6 +13,7 @@ from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from distiller import draws
+from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
@@ -41,6 +42,8 @@ MAX_SAMPLES = 10
 
 class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
+
+    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from distiller.ranks import Ranks
 from distiller.teacher_config import Teacher as TeacherOptions
+from distiller.weight_files import Rename
 
 Outputs = dict[str, Tensor]
 """Named outputs of one request or call, batch first, detached, on the caller's device."""
@@ -60,6 +61,12 @@ class Network(ABC):
 
     module_names: tuple[str, ...]
 
+    rename: Rename | None = None
+    """Set where tensors have other names in the files than in the modules, or where the files hold more than these."""
+
+    parameters_beside: int = 0
+    """Parameters of the model that are in none of the modules: those that the task holds itself."""
+
     @abstractmethod
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         """One module without weights: parameters and saved buffers on the meta device, each in the dtype that it is
@@ -86,9 +93,10 @@ class Network(ABC):
         """The request's outputs from those of its calls, in the order of `calls`."""
 
     def num_parameters(self) -> int:
-        """Parameters of all modules, without reading weights."""
+        """Parameters of all modules and beside them, without reading weights."""
         modules = (self.skeleton(name, torch.float32) for name in self.module_names)
-        return sum(parameter.numel() for module in modules for parameter in module.parameters())
+        inside = sum(parameter.numel() for module in modules for parameter in module.parameters())
+        return inside + self.parameters_beside
 
 
 @dataclass

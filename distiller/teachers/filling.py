@@ -46,7 +46,7 @@ def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.d
 
     def open_files() -> None:
         for plan in plans if is_reader else ():
-            plan.files = WeightFiles(network.weight_files(plan.name))
+            plan.files = WeightFiles(network.weight_files(plan.name), network.rename)
             check_files(plan.units, plan.files, network.origin)
 
     setup.ranks.all_succeed(open_files)

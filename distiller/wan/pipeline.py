@@ -11,16 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from diffusers import WanTransformer3DModel
-from huggingface_hub import constants, snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
 from safetensors import SafetensorError, safe_open
 
 from distiller.errors import UserError
+from distiller.hub import download, looks_like_hub_id
 from distiller.resources import local_path
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
@@ -82,7 +76,7 @@ class WanFiles:
         if self.repository is not None:
             name, revision, subfolder = self.repository
             prefix = f"{subfolder}/" if subfolder else ""
-            _download(name, revision, [f"{prefix}{part}/*" for part in parts])
+            download("teacher", name, revision, [f"{prefix}{part}/*" for part in parts])
         return self.root
 
     def digest(self, *parts: str) -> str:
@@ -95,10 +89,10 @@ def find_pipeline(teacher: Teacher) -> WanFiles:
     """Finds and checks the teacher's pipeline, reading JSON files only. Raises UserError in one line."""
     path, repository = local_path(teacher.path), None
     if not os.path.exists(path):
-        if not _looks_like_hub_id(teacher.path):
+        if not looks_like_hub_id(teacher.path):
             raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
         repository = (teacher.path, teacher.revision, teacher.subfolder)
-        path = _download(teacher.path, teacher.revision, ["*.json"])
+        path = download("teacher", teacher.path, teacher.revision, ["*.json"])
     elif not path.is_dir():
         raise UserError(f"teacher.path: {teacher.path} is a file; give the folder that holds model_index.json")
     elif teacher.revision is not None:
@@ -230,31 +224,3 @@ def _read_json(file: Path, given: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not a JSON object")
     return content
-
-
-def _looks_like_hub_id(name: str) -> bool:
-    parts = name.split("/")
-    return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
-
-
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
-    """Downloads what matches; every failure is one line that names the id and the way to work offline."""
-    offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except GatedRepoError as error:
-        raise UserError(
-            f"teacher.path: {name} is gated: accept its terms on the hub and log in with `hf auth login`; {offline}"
-        ) from error
-    except RevisionNotFoundError as error:
-        raise UserError(f"teacher.revision: {name} has no revision {revision}; {offline}") from error
-    except (RepositoryNotFoundError, HFValidationError) as error:
-        raise UserError(
-            f"teacher.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
-        ) from error
-    except Exception as error:
-        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
-        why = "offline mode is on and it is not in the local cache"
-        if not constants.HF_HUB_OFFLINE:
-            why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
-        raise UserError(f"teacher.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error

@@ -32,7 +32,7 @@ from distiller.language.objective import Objective
 from distiller.tracking import peak_flops
 
 GIB = 2**30
-BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jensen_shannon": 0.5}
+BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 

@@ -88,6 +88,7 @@ RUN_FILES = {
     "bad_batches.jsonl",
     "summary.json",
     "samples.png",
+    "samples.txt",
     "prompts.txt",
     "metadata.jsonl",
 }
@@ -131,7 +132,10 @@ def named_yaml(block: Block) -> str | None:
 
 def shortened(recipe: str) -> str:
     data = parse_yaml(recipe)
+    known = recipe_keys.keys_of(data.get("task", {}).get("kind", "diffusion"))
     for dotted, value in SHORTER_RECIPE.items():
+        if dotted not in known:
+            continue
         *sections, key = dotted.split(".")
         node = data
         for section in sections:

@@ -641,7 +641,7 @@ class TestHub:
                 raise error
 
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-            monkeypatch.setattr("distiller.wan.pipeline.snapshot_download", download)
+            monkeypatch.setattr("distiller.hub.snapshot_download", download)
             changes = {f"teacher.{key}": value for key, value in {"path": "Wan-AI/Wan", **teacher}.items()}
             refuse_recipe(changes, "Wan-AI/Wan", "HF_HUB_OFFLINE=1", "give a folder", *words)
 
@@ -704,7 +704,7 @@ class TestHub:
         snapshot.mkdir()
         for name, text in files.items():
             (snapshot / name).write_text(text)
-        monkeypatch.setattr("distiller.wan.pipeline.snapshot_download", lambda *_, **__: str(snapshot))
+        monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(snapshot))
         refuse_recipe({"teacher.path": "owner/name"}, "teacher.path: owner/name", *words)
 
 

@@ -19,7 +19,7 @@ from distiller.checkpoint.reading import CheckpointReader
 from distiller.classification_config import ClassificationData
 from distiller.errors import UserError
 from distiller.recipe_file import dump, parse
-from distiller.tasks import TASKS
+from distiller.tasks import open_task
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
 from distiller.vision.batch_norm import FrozenBatchNorm, num_groups, replace_batch_norm
@@ -98,7 +98,7 @@ class TestTeacher:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     @pytest.mark.parametrize("kind", CONFIGS)
     def test_answers_are_the_library_s_also_where_it_renames_what_it_saves(self, make_data, teachers, kind, dtype):
-        task = TASKS["classification"](parse(make_data(kind)))
+        task = open_task(parse(make_data(kind)))
         teacher = open_teacher(task.network, setup(dtype))
         pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
         answers = teacher.predict([Request(tuple(range(5)), {"pixels": pixels}, ("logits", "features/1"))])[0]
@@ -115,7 +115,7 @@ class TestTeacher:
     def test_weights_of_another_config_are_refused(self, make_data, tmp_path):
         folder = classifiers.save_classifier(tmp_path / "mixed", classifiers.vit_config())
         classifiers.vit_config(num_hidden_layers=5).save_pretrained(folder)
-        task = TASKS["classification"](parse(make_data("vit", teacher={"path": str(folder)})))
+        task = open_task(parse(make_data("vit", teacher={"path": str(folder)})))
         with pytest.raises(UserError, match=r"its weights lack vit\.layers\.4"):
             task.network.weight_files("classifier")
 
@@ -153,7 +153,7 @@ class TestLoss:
     @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
     def test_terms_are_weighted_and_summed_over_samples(self, make_data, alpha):
         losses = {"distillation": {"alpha": alpha, "temperature": 2.0}}
-        task = TASKS["classification"](parse(make_data(task={"kind": "classification", "losses": losses})))
+        task = open_task(parse(make_data(task={"kind": "classification", "losses": losses})))
         batch = task.collate([task.run_stages(None, None)[0, number] for number in range(4)])
         logits, answers = torch.randn(4, 3), {"logits": torch.randn(4, 3)}
         loss = task.loss((logits, []), answers if alpha else None, batch)
@@ -297,7 +297,7 @@ class TestRuns:
         pixels = torch.randn(2, 3, 32, 32)
         from distiller.vision.student import load_student
 
-        ours = load_student(folder, TASKS["classification"](parse(data))._plan, torch.device("cpu"))
+        ours = load_student(folder, open_task(parse(data))._plan, torch.device("cpu"))
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
 
@@ -305,7 +305,7 @@ class TestRuns:
     def test_a_shallower_teacher_keeps_evenly_spaced_layers(self, make_data, teachers, kind, way):
         data = make_data(kind, data={"max_samples": 16})
         data["student"] = way
-        student = TASKS["classification"](parse(data)).build_student()
+        student = open_task(parse(data)).build_student()
         ours = dict(student.model.state_dict())
         theirs = AutoModelForImageClassification.from_pretrained(teachers[kind]).state_dict()
         first, last = {
@@ -356,7 +356,7 @@ class TestRuns:
 
 
 def parse_task(data: dict):
-    return TASKS["classification"](parse(data))
+    return open_task(parse(data))
 
 
 class TestRefusals:

@@ -132,7 +132,7 @@ def test_ends_of_beta_are_the_limits_of_the_ratios():
 
 def test_every_kind_has_a_name_and_published_defaults():
     defaults = {name: kind() for name, kind in DIVERGENCES.items()}
-    assert defaults["jensen_shannon"] == JensenShannon(0.5)
+    assert defaults["jsd"] == JensenShannon(0.5)
     assert defaults["skewed_kl"] == SkewedKL(0.1)
     assert {type(kind) for kind in KINDS} == set(DIVERGENCES.values())
 

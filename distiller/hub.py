@@ -1,0 +1,52 @@
+"""Models of the Hugging Face hub, named as owner/name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from distiller.errors import UserError
+
+
+def looks_like_hub_id(name: str) -> bool:
+    """Whether a recipe's path can only mean the hub, where no such folder is there."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+
+
+def download(section: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
+    """Makes the files that match present, and returns the folder that holds them.
+
+    Args:
+        section: of the recipe, whose `path` and `revision` these are.
+
+    Raises:
+        UserError: every failure, in one line that names the id and the way to work offline.
+    """
+    offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except GatedRepoError as error:
+        raise UserError(
+            f"{section}.path: {name} is gated: accept its terms on the hub and log in with `hf auth login`; {offline}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise UserError(f"{section}.revision: {name} has no revision {revision}; {offline}") from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
+        ) from error
+    except Exception as error:
+        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
+        why = "offline mode is on and it is not in the local cache"
+        if not constants.HF_HUB_OFFLINE:
+            why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+        raise UserError(f"{section}.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error

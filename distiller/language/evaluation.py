@@ -1,0 +1,95 @@
+"""A trained student against its teacher on rows that training never saw."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from distiller.language import divergences
+from distiller.language.batch import IGNORED, collate
+from distiller.language.batching import batches_by_length
+from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.continuing import HiddenOf
+from distiller.language.network import Head
+from distiller.language.objective import Objective
+from distiller.language.rows import TextData
+
+
+@final
+@dataclass(frozen=True)
+class Reader:
+    """A model that reads rows: its last hidden states, and its output layer."""
+
+    hidden_of: HiddenOf
+    head: Head
+
+
+def compare(
+    teacher: Reader, students: dict[str, Reader], rows: TextData, numbers: Sequence[int], batch_tokens: int, pad_id: int
+) -> dict[str, Any]:
+    """Token-weighted means over all learnt tokens of the rows; exact, in float32, chunk by chunk.
+
+    Args:
+        students: the first one is the trained student; the others are reported by their perplexity alone.
+        numbers: which rows.
+
+    Returns:
+        The perplexities (e to the mean cross-entropy), and of the trained student the mean KL divergence from the
+        teacher at temperature 1, in nats, and the share of tokens for which both find the same id likeliest.
+    """
+    device, objective = teacher.head.weight.device, Objective()
+    lengths = rows.lengths
+    batches = batches_by_length([lengths[number] for number in numbers], batch_tokens)
+    losses, seconds = dict.fromkeys(["teacher", *students], 0.0), dict.fromkeys(["teacher", *students], 0.0)
+    divergence = agreeing = 0.0
+    num_tokens = 0
+    for places in tqdm(batches, desc="evaluate", unit="batch", dynamic_ncols=True):
+        batch = collate([rows[0, numbers[place]] for place in places], pad_id)
+        counts = (batch.labels != IGNORED).flatten()
+        batch = batch.map(lambda tensor: tensor.to(device))
+        labels = batch.labels.flatten()
+        hidden = {}
+        for name, reader in {"teacher": teacher, **students}.items():
+            started = time.perf_counter()
+            hidden[name] = reader.hidden_of(batch).flatten(0, 1)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            seconds[name] += time.perf_counter() - started
+        num_tokens += int(counts.sum())
+        losses["teacher"] += cross_entropy_sum(hidden["teacher"], teacher.head, labels, counts)
+        for number, (name, reader) in enumerate(students.items()):
+            if number:
+                losses[name] += cross_entropy_sum(hidden[name], reader.head, labels, counts)
+                continue
+            target = HiddenTarget(hidden["teacher"], *teacher.head)
+            with torch.no_grad():
+                sums = chunked_loss(
+                    hidden[name], reader.head.weight, target, labels, counts, objective, bias=reader.head.bias
+                )
+            losses[name] += float(sums.cross_entropy)
+            divergence, agreeing = divergence + float(sums.divergence), agreeing + float(sums.agreeing)
+    report: dict[str, Any] = {"num_rows": len(numbers), "num_tokens": num_tokens}
+    report |= {f"{name}_perplexity": math.exp(min(loss / num_tokens, 700)) for name, loss in losses.items()}
+    report |= {"kl_divergence": divergence / num_tokens, "top1_agreement": agreeing / num_tokens}
+    trained = next(iter(students))
+    report |= {
+        f"{name}_tokens_per_s": sum(lengths[n] for n in numbers) / seconds[name] for name in ("teacher", trained)
+    }
+    return report
+
+
+@torch.no_grad()
+def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, counts: Tensor) -> float:
+    """The sum over tokens that count, from hidden states [N, H]; logits exist for one chunk at a time."""
+    total, rows = 0.0, counts.nonzero().squeeze(1).to(hidden.device)
+    for part in rows.split(default_chunk_tokens(head.weight.shape[0])):
+        logits = torch.nn.functional.linear(hidden[part].to(head.weight.dtype), head.weight, head.bias)
+        total += float(divergences.cross_entropy(logits, labels[part]).sum())
+    return total

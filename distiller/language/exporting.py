@@ -1,0 +1,76 @@
+"""The student as a plain model of the library: written with its tokenizer, and read back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from distiller.errors import UserError
+from distiller.language.continuing import students_hidden
+from distiller.language.evaluation import Reader
+from distiller.language.files import LanguageFiles
+from distiller.language.network import Head
+from distiller.language.student import StudentModel
+
+COMPANIONS = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.model", "chat_template*", "generation_config.json"),
+)
+"""What goes into an exported student beside its config and weights."""
+
+
+def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the model, tied weights once, and its tokenizer: its own, or the teacher's.
+
+    Args:
+        state: of `LanguageStudent`; a tied tensor may have one of its names only.
+    """
+    model = student.skeleton().to_empty(device="cpu")
+    ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    report = model.load_state_dict(ours, strict=False, assign=True)
+    model.tie_weights()
+    lacking = set(report.missing_keys) - set(student.anatomy.head_names)
+    assert not lacking and not report.unexpected_keys, f"a checkpoint of another student: {report}"
+    model.save_pretrained(folder)
+    has_own = student.files is not None and student.files.tokenizer is not None
+    root = student.files.root if student.files is not None and has_own else teacher.root
+    for file in sorted({file for pattern in COMPANIONS for file in root.glob(pattern)}):
+        shutil.copyfile(file, folder / file.name)
+    for file in folder.iterdir():
+        # safetensors creates its files for the owner only.
+        os.chmod(file, 0o644)
+
+
+def read_exported(run_dir: Path, trusts_code: bool, device: torch.device) -> Reader:
+    """The exported student of a run, in float32. Raises UserError when the run has none."""
+    folder = run_dir / "student"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
+    unset_hf_deepspeed_config()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=trusts_code,
+        )
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
+    return reader_of(model, device)
+
+
+def reader_of(model: Any, device: torch.device) -> Reader:
+    """A model of the library that is only read."""
+    model = model.eval().requires_grad_(False).to(device)
+    output = model.get_output_embeddings()
+    return Reader(students_hidden(model), Head(output.weight, output.bias))

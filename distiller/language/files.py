@@ -1,0 +1,164 @@
+"""A causal language model on disk or on a hub: what it is, before any weight is read; then its files."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, final
+
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from distiller.errors import UserError
+from distiller.hub import download, looks_like_hub_id
+from distiller.language.anatomy import Anatomy
+from distiller.language.gguf import GgufModel
+from distiller.resources import find_model_file
+from distiller.stages import digest_files
+from distiller.weight_files import read_header
+
+DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
+"""What is read of a repository before its weights."""
+TRUST = "task.trust_remote_code"
+
+
+@final
+@dataclass(frozen=True)
+class LanguageFiles:
+    """A saved model: its folder has config.json and the tokenizer's files from the start.
+
+    Attributes:
+        origin: how messages name it.
+        anatomy: what its config describes.
+        tokenizer: the library's, as it lies beside the model; None where there is none.
+        fetch: makes the weights present on this machine (downloads or converts them) and returns their folder.
+    """
+
+    origin: str
+    root: Path
+    anatomy: Anatomy
+    tokenizer: Any
+    fetch: Callable[[], Path]
+
+    def weight_files(self) -> list[Path]:
+        """Its safetensors files, complete."""
+        return weight_files(self.fetch(), self.origin)
+
+    def digest(self) -> str:
+        """The content digest of config and weights."""
+        return digest_files([self.root / "config.json", *self.weight_files()])
+
+
+def find_model(
+    section: str,
+    path: str,
+    revision: str | None,
+    subfolder: str | None,
+    stages_dir: Path,
+    trusts_code: bool,
+) -> LanguageFiles:
+    """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
+
+    Args:
+        section: of the recipe, `teacher` or `student`, which messages name.
+        path: a folder, a hub id, a GGUF file, or `package:NAME/FILE` for what an installed package carries.
+        stages_dir: where a GGUF file's plain form is kept.
+        trusts_code: whether Python files of the folder may be run.
+
+    Raises:
+        UserError: in one line.
+    """
+    origin, local = f"{section}.path: {path}", find_model_file(path)
+    if local.suffix == ".gguf":
+        gguf = GgufModel(local, stages_dir)
+        config = read_config(gguf.description / "config.json", origin, trusts_code)
+        tokenizer = read_tokenizer(gguf.description, trusts_code)
+        # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
+        fetch_converted = partial(gguf.convert, is_maker=True)
+        return LanguageFiles(origin, gguf.description, Anatomy(config, trusts_code, origin), tokenizer, fetch_converted)
+    inside = f"{subfolder}/" if subfolder else ""
+    if os.path.isdir(local):
+        if revision is not None:
+            raise UserError(f"{section}.revision is {revision} and {section}.path {path} a folder; remove it")
+        root = local / inside
+
+        def fetch() -> Path:
+            return root
+
+    elif os.path.exists(local):
+        raise UserError(f"{origin} is a file; give the folder that holds config.json, or a GGUF file")
+    elif not looks_like_hub_id(path):
+        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name)")
+    else:
+        root = download(section, path, revision, [f"{inside}{pattern}" for pattern in DESCRIPTIONS]) / inside
+
+        def fetch() -> Path:
+            return download(section, path, revision, [f"{inside}*.safetensors", f"{inside}*.json"]) / inside
+
+    config = read_config(root / "config.json", origin, trusts_code)
+    if os.path.isdir(local):
+        weight_files(root, origin)
+    return LanguageFiles(origin, root, Anatomy(config, trusts_code, origin), read_tokenizer(root, trusts_code), fetch)
+
+
+def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
+    """The library's config of a causal language model. Raises UserError, which `origin` begins."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{origin}: {file} does not exist; give a model of transformers, with config.json") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{origin}: {file} is not readable JSON ({error})") from error
+    if not isinstance(content, dict) or not isinstance(kind := content.get("model_type"), str):
+        raise UserError(f"{origin}: {file} names no model_type, so it describes no model of transformers")
+    own_code = content.get("auto_map")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not (own_code and trusts_code):
+        if own_code:
+            raise UserError(
+                f"{origin}: model type {kind} comes with Python code of its own, which is not run unless you read it "
+                f"and set {TRUST}=true"
+            )
+        raise UserError(f"{origin}: model type {kind} is none of transformers' causal language models")
+    if content.get("quantization_config"):
+        raise UserError(f"{origin}: is a quantised model; give the plain one (teacher.quantization quantises it)")
+    try:
+        if own_code and trusts_code:
+            return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
+        return AutoConfig.for_model(**content)
+    except Exception as error:
+        # Each of the library's configs checks its values with errors of its own kind.
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{origin}: {file.name} is not a valid config ({reason})") from error
+
+
+def read_tokenizer(folder: Path, trusts_code: bool) -> Any:
+    """The tokenizer beside a model; None where none lies there, or one that cannot be read."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trusts_code, local_files_only=True)
+    except Exception as error:
+        raise UserError(
+            f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
+        ) from error
+
+
+def weight_files(folder: Path, origin: str) -> list[Path]:
+    """A saved model's safetensors files: those that its index names, or its only one. UserError where not complete."""
+    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{origin}: {index.name} is not readable JSON with a weight_map") from error
+        files = sorted(folder / name for name in names)
+    if not files:
+        raise UserError(f"{origin}: holds no weights in safetensors (other formats are not read)")
+    for file in files:
+        read_header(file)
+    return files

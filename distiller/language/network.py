@@ -1,0 +1,96 @@
+"""A causal language model as a `Network`: its body, without the output layer, which every rank holds itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from distiller.capture import capture_outputs
+from distiller.errors import UserError
+from distiller.language.files import LanguageFiles
+from distiller.teachers.base import Call, Network, Outputs, Request
+from distiller.weight_files import WeightFiles
+
+BODY = "body"
+HIDDEN = "hidden"
+FEATURES = "features/"
+
+
+class Head(NamedTuple):
+    """The teacher's output layer: frozen, in `teacher.dtype`, on the rank's device."""
+
+    weight: Tensor
+    """[V, H]."""
+
+    bias: Tensor | None
+    """[V]."""
+
+
+@final
+class LanguageNetwork(Network):
+    """Logits are as wide as the vocabulary and never travel: what does is what the output layer is applied to.
+
+    Request inputs: `input_ids` and `position_ids` [B, L] int64; see `distiller.language.batch.LanguageBatch`.
+    Outputs: `hidden`, the last hidden states [B, L, H], and `features/N`, what block N returns, [B, L, H]; in the
+    module's dtype.
+    """
+
+    def __init__(self, files: LanguageFiles) -> None:
+        self._files, self.origin, self.module_names = files, files.origin, (BODY,)
+        self.rename = files.anatomy.body_name
+        anatomy = files.anatomy
+        self.parameters_beside = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
+
+    def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
+        return self._files.anatomy.body_skeleton(dtype)
+
+    def weight_files(self, name: str) -> list[Path]:
+        return self._files.weight_files()
+
+    def block_names(self, name: str) -> tuple[str, ...]:
+        anatomy = self._files.anatomy
+        return tuple(f"{anatomy.block_prefix}{number}" for number in range(anatomy.num_blocks))
+
+    def calls(self, request: Request) -> list[Call]:
+        return [Call(BODY, request.inputs, request.wanted)]
+
+    def run(self, module: nn.Module, call: Call) -> Outputs:
+        prefix = self._files.anatomy.block_prefix
+        blocks = [
+            (name, module.get_submodule(f"{prefix}{name.removeprefix(FEATURES)}"))
+            for name in call.wanted
+            if name.startswith(FEATURES)
+        ]
+        with capture_outputs(blocks) as captured:
+            hidden = module(**call.inputs, use_cache=False).last_hidden_state
+        return {HIDDEN: hidden, **captured}
+
+    def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
+        return outputs[0]
+
+    def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
+        """Reads the output layer. Communicates nothing: every rank reads it. Raises UserError where it is missing."""
+        anatomy = self._files.anatomy
+        files = WeightFiles(self._files.weight_files(), anatomy.whole_name)
+        try:
+            name = next((name for name in anatomy.head_names if name in files.tensors), None)
+            if name is None:
+                raise UserError(f"{self.origin}: its weights lack {anatomy.head_names[0]}; copy it again")
+            weight = torch.empty(anatomy.vocabulary, anatomy.hidden_size, dtype=dtype)
+            if files.tensors[name].shape != tuple(weight.shape):
+                raise UserError(
+                    f"{self.origin}: {name} has shape {list(files.tensors[name].shape)} in the weights and "
+                    f"{list(weight.shape)} by its config.json; the two do not belong together"
+                )
+            files.read(name, weight)
+            bias = None
+            if anatomy.head_bias is not None:
+                bias = torch.empty(anatomy.vocabulary, dtype=dtype)
+                files.read(anatomy.head_bias, bias)
+        finally:
+            files.close()
+        return Head(weight.to(device), None if bias is None else bias.to(device))

@@ -1,0 +1,119 @@
+"""What is trained: a language model whose output layer compares with the teacher, and projections for features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor, nn
+
+from distiller.capture import capture_outputs
+from distiller.language.chunked import HiddenTarget, chunked_loss
+from distiller.language.objective import Objective
+from distiller.losses import mean_squared_error
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """One micro-batch's input, and what the student is compared with.
+
+    An object of its own, and no tensors among the arguments: engines cast those and move them to the GPU, where finding
+    out which tokens count would make the host wait.
+
+    Attributes:
+        input_ids, position_ids: [B, L] int64, on the student's device.
+        labels: [B L] int64, on the student's device.
+        counts: [B L] bool, on the CPU where the batch came from there.
+        target: the teacher, B L rows, on the student's device.
+        features: of the teacher's blocks, each [B L, H'].
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    labels: Tensor
+    counts: Tensor
+    target: HiddenTarget
+    features: tuple[Tensor, ...]
+
+
+class LessonSums(NamedTuple):
+    """Sums over a micro-batch's learnt tokens; float32 scalars. `loss` and `features` have gradients."""
+
+    loss: Tensor
+    divergence: Tensor
+    cross_entropy: Tensor
+    features: Tensor
+
+
+@final
+class ComparingOutput(nn.Linear):
+    """The student's output layer, which makes logits chunk by chunk and keeps none.
+
+    A module with its weight in it, tied or not, so that engines which shard weights gather this one around its forward
+    pass and around its backward pass.
+    """
+
+    def __init__(self, like: nn.Linear, objective: Objective) -> None:
+        """Takes the parameters of `like` themselves, so that a tied weight stays tied."""
+        super().__init__(like.in_features, like.out_features, bias=like.bias is not None, device="meta")
+        self.weight, self.bias = like.weight, like.bias
+        self._objective = objective
+
+    @torch.compiler.disable
+    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
+        """Loss, divergence and cross-entropy of hidden states [B, L, H], summed over the tokens that count."""
+        sums = chunked_loss(
+            hidden.flatten(0, 1),
+            self.weight,
+            lesson.target,
+            lesson.labels,
+            lesson.counts,
+            self._objective,
+            bias=self.bias,
+        )
+        return sums.loss, sums.divergence, sums.cross_entropy
+
+
+@final
+class LanguageStudent(nn.Module):
+    """The student model and, for feature matching, projections into the teacher's width.
+
+    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        objective: Objective,
+        block_prefix: str,
+        feature_blocks: Sequence[int],
+        widths: tuple[int, int],
+        seed: int,
+    ) -> None:
+        """`model` is the library's; `widths` are the student's and the teacher's hidden sizes."""
+        super().__init__()
+        self.model = model
+        model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective))
+        self._blocks = [f"{block_prefix}{number}" for number in feature_blocks]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in feature_blocks)
+
+    def forward(self, lesson: Lesson) -> LessonSums:
+        """Runs the model and compares it with the teacher."""
+        body = self.model.base_model
+        with capture_outputs([(name, body.get_submodule(name)) for name in self._blocks]) as captured:
+            hidden = body(
+                input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False
+            ).last_hidden_state
+        loss, divergence, cross_entropy = self.model.get_output_embeddings()(hidden, lesson)
+        features = hidden.new_zeros((), dtype=torch.float32)
+        # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
+        for number, name in enumerate(self._blocks):
+            ours = self.projections[number](captured[name].flatten(0, 1))
+            distances = mean_squared_error(ours, lesson.features[number])
+            features = features + distances.masked_fill(~lesson.counts.to(distances.device), 0).sum()
+        return LessonSums(loss, divergence, cross_entropy, features / max(len(self._blocks), 1))

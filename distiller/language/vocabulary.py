@@ -1,0 +1,54 @@
+"""Whether teacher and student read the same tokens, by their tokenizers and the sizes of their output layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distiller.errors import UserError
+from distiller.language.files import LanguageFiles
+
+
+def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
+    """Raises UserError unless both tokenizers, over the ids that both have, give every id the same token.
+
+    A student without a tokenizer of its own reads the teacher's tokens.
+    """
+    if student.tokenizer is None or teacher.tokenizer is None:
+        return
+    ours, theirs = _by_id(student.tokenizer), _by_id(teacher.tokenizer)
+    for number in sorted(ours.keys() & theirs.keys()):
+        if ours[number] != theirs[number]:
+            raise UserError(
+                f"{student.origin}: its tokenizer is not the teacher's: id {number} is {ours[number]!r} and the "
+                f"teacher's {theirs[number]!r}; give a student that reads the same tokens"
+            )
+    for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
+        mine, teachers = getattr(student.tokenizer, name), getattr(teacher.tokenizer, name)
+        if mine != teachers:
+            raise UserError(
+                f"{student.origin}: its tokenizer's {name} is {mine} and the teacher's {teachers}; make them equal"
+            )
+
+
+def check_sizes(teacher: LanguageFiles, student_vocabulary: int, num_token_ids: int) -> None:
+    """Raises UserError where a tokenizer gives out ids that one of the models has no place for."""
+    for owner, size in ((teacher.origin, teacher.anatomy.vocabulary), ("the student", student_vocabulary)):
+        if size < num_token_ids:
+            raise UserError(
+                f"{owner} has a vocabulary of {size} ids and the tokenizer gives out {num_token_ids}; raise vocab_size "
+                "in its config.json, or give the tokenizer that belongs to it"
+            )
+
+
+def size_notice(teacher_vocabulary: int, student_vocabulary: int) -> str | None:
+    """One line where one vocabulary is padded, or larger than the other."""
+    if teacher_vocabulary == student_vocabulary:
+        return None
+    return (
+        f"the teacher's vocabulary has {teacher_vocabulary} ids and the student's {student_vocabulary}: both are "
+        f"compared over the first {min(teacher_vocabulary, student_vocabulary)}"
+    )
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items()}

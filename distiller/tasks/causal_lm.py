@@ -1,0 +1,269 @@
+"""Task `causal_lm`: a language model distilled into a smaller one, token by token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from distiller.devices import teacher_dtype
+from distiller.errors import UserError
+from distiller.language.batch import TokenSample
+from distiller.language.checks import check_feature_blocks, check_lengths, objective_of
+from distiller.language.chunked import HiddenTarget
+from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
+from distiller.language.counted import CountedBatch
+from distiller.language.evaluation import Reader, compare
+from distiller.language.exporting import export_student, read_exported, reader_of
+from distiller.language.files import find_model
+from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
+from distiller.language.rows import TextData
+from distiller.language.source import LanguageSource
+from distiller.language.student import StudentModel, enable_checkpointing
+from distiller.language.trained import LanguageStudent, Lesson, LessonSums
+from distiller.language.vocabulary import check_same_tokens, check_sizes, size_notice
+from distiller.language_config import LanguageRecipe
+from distiller.tasks.base import LossSum, Task
+from distiller.teachers.base import Outputs, Request, Teacher
+from distiller.teachers.opening import open_alone
+
+PROMPT_TOKENS = 24
+"""Of a held-out document, what is given to be continued."""
+
+
+@final
+class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
+    """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
+
+    sample_suffixes = (".txt",)
+
+    def __init__(self, recipe: LanguageRecipe) -> None:
+        self._recipe, self._task = recipe, recipe.task
+        trusts_code, teacher = recipe.task.trust_remote_code, recipe.teacher
+        self._objective = objective_of(recipe.task.losses)
+        stages_dir = recipe.stages_dir
+        self.files = find_model("teacher", teacher.path, teacher.revision, teacher.subfolder, stages_dir, trusts_code)
+        if self.files.tokenizer is None:
+            raise UserError(f"{self.files.origin}: has no tokenizer beside the model; copy the teacher's files there")
+        self.network = LanguageNetwork(self.files)
+        self._student = StudentModel(recipe.student, self.files, stages_dir, trusts_code, recipe.seed)
+        if self._student.files is not None:
+            check_same_tokens(self.files, self._student.files)
+        check_feature_blocks(recipe.task.losses.features, self.files.anatomy, self._student.anatomy)
+        check_lengths(recipe.data, self.files.anatomy, self._student.anatomy)
+        self._source = LanguageSource(recipe, self.files.root)
+        check_sizes(self.files, self._student.anatomy.vocabulary, self._source.num_token_ids)
+        self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
+        features = recipe.task.losses.features
+        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
+        self._head: Head | None = None
+        self._dtype = torch.float32
+
+    @property
+    def needs_live_teacher(self) -> bool:
+        losses = self._task.losses
+        return losses.alpha > 0 or losses.features.weight > 0
+
+    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        self._dtype = dtype
+        notice = size_notice(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
+        if notice is not None:
+            accelerator.print(f"note: {notice}")
+        if self._student.dropout:
+            keys = ", ".join(self._student.dropout)
+            accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+        self._source.prepare(accelerator)
+        return False
+
+    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> TextData:
+        self._head = self.network.load_head(self._dtype, accelerator.device)
+        return self._source.load()
+
+    def num_trained_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
+
+    def student_skeleton(self) -> LanguageStudent:
+        with torch.device("meta"):
+            return self._with_projections(self._student.skeleton())
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        return (self._student.anatomy.block_class,)
+
+    def build_student(self) -> LanguageStudent:
+        # The library loads models in eval mode, in which it checkpoints no activations.
+        return self._with_projections(self._student.build()).train()
+
+    def student_parameters(self, trained: nn.Module) -> int:
+        assert isinstance(trained, LanguageStudent)
+        return sum(parameter.numel() for parameter in trained.model.parameters())
+
+    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+        assert isinstance(trained, LanguageStudent)
+        enable_checkpointing(trained.model)
+
+    def collate(self, samples: Sequence[TokenSample]) -> CountedBatch:
+        return CountedBatch.of(samples, self._source.pad_id)
+
+    def to_device(self, batch: CountedBatch, device: torch.device) -> CountedBatch:
+        return replace(batch, batch=batch.batch.map(lambda tensor: tensor.to(device, non_blocking=True)))
+
+    def request(self, batch: CountedBatch) -> Request:
+        rows = batch.batch
+        inputs = {"input_ids": rows.input_ids, "position_ids": rows.position_ids}
+        return Request(rows.sample_ids, inputs, self.wanted)
+
+    @property
+    def has_draws(self) -> bool:
+        return False
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (HIDDEN, *self._feature_names)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        # Tokens and rows are in the data's digest.
+        config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
+        return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+
+    def store(self, batch: CountedBatch, outputs: Outputs) -> list[Outputs]:
+        """Real tokens alone, [L, H] each: the padding depends on the rows beside them."""
+        held = {name: outputs[name].cpu() for name in self.wanted}
+        lengths = batch.batch.lengths
+        return [{name: tensor[row, :length] for name, tensor in held.items()} for row, length in enumerate(lengths)]
+
+    def restore(self, batch: CountedBatch, samples: Sequence[Outputs]) -> Outputs:
+        shape = batch.batch.input_ids.shape
+        padded = {name: samples[0][name].new_zeros(*shape, samples[0][name].shape[-1]) for name in self.wanted}
+        for row, sample in enumerate(samples):
+            for name, tensor in sample.items():
+                if name in padded:
+                    padded[name][row, : len(tensor)] = tensor
+        return padded
+
+    def sample_ids(self, batch: CountedBatch) -> tuple[int, ...]:
+        return batch.batch.sample_ids
+
+    def count(self, batch: CountedBatch) -> int:
+        return batch.num_counted
+
+    def tokens(self, batch: CountedBatch) -> int:
+        return sum(batch.batch.lengths)
+
+    def student_inputs(
+        self, batch: CountedBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
+    ) -> Mapping[str, Any]:
+        del dtype
+        assert self._head is not None, "run_stages loads it"
+        rows = batch.batch
+        if teacher_outputs is None:
+            # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
+            hidden = self._head.weight.new_zeros(rows.input_ids.numel(), self._head.weight.shape[1])
+        else:
+            hidden = teacher_outputs[HIDDEN].flatten(0, 1)
+        features = tuple(teacher_outputs[name].flatten(0, 1) for name in self._feature_names) if teacher_outputs else ()
+        target = HiddenTarget(hidden, *self._head)
+        labels = rows.labels.flatten()
+        return {"lesson": Lesson(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
+
+    def loss(self, student_outputs: LessonSums, teacher_outputs: Outputs | None, batch: CountedBatch) -> LossSum:
+        losses, sums = self._task.losses, LessonSums(*student_outputs)
+        terms = {"cross_entropy": sums.cross_entropy}
+        if teacher_outputs is not None:
+            terms["divergence"] = sums.divergence
+        total = sums.loss
+        if losses.features.weight:
+            terms["features"] = sums.features
+            total = total + losses.features.weight * sums.features
+        return LossSum(total, {name: term.detach() for name, term in terms.items()})
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        export_student(self._student, self.files, state, folder)
+
+    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
+        assert self._head is not None, "run_stages loads it"
+        beginnings = self._beginnings()
+        if not beginnings:
+            return
+        # Every rank asks the teacher, since some placements communicate; rank 0 runs the student.
+        texts = {}
+        if teacher is not None:
+            texts["teacher"] = self._continue(Reader(teachers_hidden(teacher), self._head), beginnings)
+        if accelerator.is_main_process:
+            texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), beginnings)
+            write_texts(run_dir / "samples.txt", self.files.tokenizer, beginnings, texts)
+
+    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        rows, evaluation = self._source.held_out(), self._recipe.evaluation
+        numbers = range(min(len(rows), evaluation.max_rows or len(rows)))
+        if not numbers:
+            raise UserError("data.held_out leaves no document to evaluate on; raise it, or give more documents")
+        trained = self._read_student(run_dir, device)
+        before = reader_of(self._student.build(), device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
+        students = {"student": trained, "untrained_student": before}
+        report = compare(reader, students, rows, numbers, evaluation.batch_tokens, self._source.pad_id)
+        teacher.close()
+        ours, theirs = self._student.anatomy.num_parameters, self.network.num_parameters()
+        return report | {
+            "improvement": report["untrained_student_perplexity"] / report["student_perplexity"],
+            "student_params": ours,
+            "teacher_params": theirs,
+            "size_ratio": theirs / ours,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "teacher_dtype": str(dtype).removeprefix("torch."),
+        }
+
+    def missed_gate(self, report: Mapping[str, Any]) -> str | None:
+        gate, reached = self._recipe.evaluation.min_improvement, report["improvement"]
+        if gate is None or reached >= gate:
+            return None
+        return f"the student's perplexity is {reached:.2f} times lower than before training, below the gate of {gate:g}"
+
+    def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        dtype = teacher_dtype(self._recipe.teacher.dtype, device)
+        beginnings = self._tokenised(prompts)
+        student = self._read_student(run_dir, device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
+        texts = {"teacher": self._continue(reader, beginnings), "student": self._continue(student, beginnings)}
+        teacher.close()
+        write_texts(output, self.files.tokenizer, beginnings, texts)
+
+    def _with_projections(self, model: Any) -> LanguageStudent:
+        features, ours = self._task.losses.features, self._student.anatomy
+        blocks = features.student_blocks if features.weight else ()
+        widths = ours.hidden_size, self.files.anatomy.hidden_size
+        return LanguageStudent(model, self._objective, ours.block_prefix, blocks, widths, self._recipe.seed)
+
+    def _beginnings(self) -> list[list[int]]:
+        evaluation = self._recipe.evaluation
+        if evaluation.sample_prompts:
+            return self._tokenised(evaluation.sample_prompts)
+        rows = self._source.held_out()
+        found = []
+        for number in range(min(len(rows), evaluation.num_samples)):
+            tokens = rows[0, number].input_ids.tolist()
+            found.append(tokens[: max(min(PROMPT_TOKENS, len(tokens) // 2), 1)])
+        return found
+
+    def _tokenised(self, prompts: Sequence[str]) -> list[list[int]]:
+        rows = [list(self.files.tokenizer(prompt).input_ids) for prompt in prompts]
+        for prompt, row in zip(prompts, rows, strict=True):
+            if not row:
+                raise UserError(f"the prompt {prompt!r} has no tokens; give at least one word")
+        return rows
+
+    def _continue(self, reader: Reader, beginnings: Sequence[Sequence[int]]) -> list[list[int]]:
+        count, pad_id = self._recipe.evaluation.max_new_tokens, self._source.pad_id
+        return continue_greedily(reader.hidden_of, reader.head, beginnings, count, pad_id)
+
+    def _read_student(self, run_dir: Path, device: torch.device) -> Reader:
+        return read_exported(run_dir, self._task.trust_remote_code, device)

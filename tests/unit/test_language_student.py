@@ -1,0 +1,180 @@
+"""Students of task causal_lm: cut out of a teacher, saved, or new; and what is refused of recipes and files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from distiller.build import build_task
+from distiller.errors import UserError
+from distiller.recipe_file import parse
+from tests import toy_causal_lm
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("teachers")
+    configs = {"llama": toy_causal_lm.llama_config(), "gpt2": toy_causal_lm.gpt2_config()}
+    return {name: toy_causal_lm.save_model(folder / name, config) for name, config in configs.items()}
+
+
+@pytest.fixture
+def task_of(teachers, tmp_path):
+    def make(model: str = "llama", **sections: Any) -> Any:
+        path = sections.pop("teacher_path", teachers[model])
+        return build_task(parse(toy_causal_lm.recipe(tmp_path, path, **sections)))
+
+    return make
+
+
+def test_kept_layers_are_evenly_spaced_and_their_own(task_of, teachers):
+    student = task_of(student={"num_layers": 3}).build_student().model
+    teacher = AutoModelForCausalLM.from_pretrained(teachers["llama"])
+    for ours, theirs in zip(student.model.layers, (teacher.model.layers[i] for i in (0, 2, 4)), strict=True):
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(mine, other)
+    assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
+    assert student.lm_head.weight is student.model.embed_tokens.weight
+
+
+def test_narrower_students_have_the_first_heads_and_channels(task_of, teachers):
+    cut = {"num_layers": None, "hidden_size": 24, "num_attention_heads": 2, "intermediate_size": 16}
+    student = task_of(student=cut).build_student().model
+    teacher = AutoModelForCausalLM.from_pretrained(teachers["llama"])
+    ours, theirs = student.model.layers[1].self_attn, teacher.model.layers[1].self_attn
+    assert (student.config.num_key_value_heads, student.config.head_dim) == (1, 8)
+    assert torch.equal(ours.q_proj.weight, theirs.q_proj.weight[:16, :24])
+    assert torch.equal(ours.k_proj.weight, theirs.k_proj.weight[:8, :24])
+    assert torch.equal(ours.o_proj.weight, theirs.o_proj.weight[:24, :16])
+
+
+def test_the_same_student_on_every_rank_whatever_was_drawn_before(task_of, tmp_path):
+    file = toy_causal_lm.write_config(tmp_path / "new.json", toy_causal_lm.llama_config(num_hidden_layers=1))
+    task = task_of(student={"num_layers": None, "config": str(file)})
+    first = task.build_student().state_dict()
+    torch.rand(3)
+    second = task.build_student().state_dict()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_the_skeleton_has_what_is_trained(task_of):
+    features = {"weight": 1.0, "student_blocks": [0], "teacher_blocks": [1]}
+    task = task_of(student={"num_layers": 2}, task={"losses": {"features": features}})
+    built = task.build_student()
+    shapes = {name: tuple(value.shape) for name, value in built.named_parameters()}
+    assert shapes == {name: tuple(value.shape) for name, value in task.student_skeleton().named_parameters()}
+    assert task.num_trained_parameters() == sum(value.numel() for value in built.parameters())
+    assert task.block_classes == ("LlamaDecoderLayer",)
+
+
+def test_a_body_saved_alone_and_tensors_that_the_library_ignores_are_read(task_of, teachers, tmp_path):
+    """As GPT-2 lies on the hub: no `transformer.` before the names, and buffers that are none any more."""
+    folder = toy_causal_lm.save_model(tmp_path / "old", toy_causal_lm.gpt2_config())
+    state = load_file(folder / "model.safetensors")
+    renamed = {name.removeprefix("transformer."): value for name, value in state.items()}
+    save_file(renamed | {"h.0.attn.bias": torch.ones(1, 1, 64, 64)}, folder / "model.safetensors")
+    task = task_of(teacher_path=folder, student={"num_layers": 2})
+    model = task.build_student().model
+    assert torch.equal(model.transformer.wte.weight, state["transformer.wte.weight"])
+
+
+def change_config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"task": {"losses": {"divergence": {"temperature": 0}}}}, ["temperature", "given 0", "greater than 0"]),
+        ({"task": {"losses": {"divergence": {"temperature": -1.0}}}}, ["temperature", "given -1.0"]),
+        ({"task": {"losses": {"divergence": {"temperature": float("nan")}}}}, ["temperature", "nan"]),
+        ({"task": {"losses": {"divergence": {"temperature": "2"}}}}, ["temperature", "'2'", "a number"]),
+        ({"task": {"losses": {"divergence": {"kind": "kl"}}}}, ["divergence.kind", "'kl'", "forward_kl"]),
+        ({"task": {"losses": {"divergence": {"beta": 1.5}}}}, ["beta", "1.5"]),
+        ({"task": {"losses": {"divergence": {"skew": 1}}}}, ["skew", "less than 1"]),
+        ({"task": {"losses": {"alpha": 1.1}}}, ["alpha", "1.1"]),
+        ({"task": {"losses": {"prediction": {}}}}, ["unknown key", "task.losses.prediction"]),
+        ({"task": {"losses": {"features": {"weight": 1.0}}}}, ["student_blocks is empty"]),
+        (
+            {"task": {"losses": {"features": {"weight": 1.0, "student_blocks": [2], "teacher_blocks": [0]}}}},
+            ["student_blocks names block 2", "from 0 to 1"],
+        ),
+        ({"student": {"config": "x.json"}}, ["exactly one of student.config"]),
+        ({"student": {"num_layers": 6}}, ["student.num_layers is 6", "only 5"]),
+        ({"student": {"num_layers": None, "hidden_size": 64}}, ["student.hidden_size is 64", "only 32"]),
+        ({"student": {"num_attention_heads": 3}}, ["num_attention_heads 3", "2 times as many"]),
+        ({"student": {"num_layers": None, "config": "nosuch.json"}}, ["student.config", "does not exist"]),
+        (
+            {"student": {"num_layers": None, "path": "nosuch"}},
+            ["student.path: nosuch", "neither a folder nor a hub id"],
+        ),
+        ({"teacher_path": "nosuch"}, ["teacher.path: nosuch", "neither a folder nor a hub id"]),
+        ({"teacher_path": "package:nosuch/x.gguf"}, ["package nosuch is not installed"]),
+        ({"data": {"max_length": 100}}, ["data.max_length is 100", "at most 64"]),
+    ],
+    ids=str,
+)
+def test_recipes_that_are_refused(task_of, sections, words):
+    with pytest.raises(UserError) as caught:
+        task_of(**sections)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model_type": "unheard"}, ["model type unheard is none of transformers'"]),
+        ({"model_type": "unheard", "auto_map": {"AutoConfig": "x.Y"}}, ["Python code", "task.trust_remote_code=true"]),
+        ({"model_type": None}, ["names no model_type"]),
+        ({"quantization_config": {"bits": 4}}, ["quantised"]),
+        ({"hidden_size": "wide"}, ["not a valid config"]),
+        ({"logit_scale": 0.5}, ["logit_scale 0.5", "after the output layer"]),
+        ({"vocab_size": 12}, ["vocabulary of 12 ids", "gives out 23"]),
+    ],
+    ids=str,
+)
+def test_teachers_that_are_refused_by_their_config(task_of, teachers, tmp_path, changes, words):
+    import shutil
+
+    folder = shutil.copytree(teachers["llama"], tmp_path / "changed")
+    change_config(folder, **changes)
+    with pytest.raises(UserError) as caught:
+        task_of(teacher_path=folder)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+
+
+@pytest.mark.parametrize(
+    ("removed", "words"),
+    [("tokenizer*", ["no tokenizer"]), ("*.safetensors", ["no weights"]), ("config.json", ["config.json", "exist"])],
+)
+def test_incomplete_teachers_are_refused(task_of, teachers, tmp_path, removed, words):
+    import shutil
+
+    folder = shutil.copytree(teachers["llama"], tmp_path / "incomplete")
+    for file in folder.glob(removed):
+        file.unlink()
+    with pytest.raises(UserError) as caught:
+        task_of(teacher_path=folder)
+    assert [word for word in words if word not in str(caught.value)] == [], caught.value
+
+
+def test_another_tokenizer_is_refused_by_its_first_token_that_differs(task_of, tmp_path):
+    words = list(toy_causal_lm.WORDS)
+    words[4], words[5] = words[5], words[4]
+    other = toy_causal_lm.make_tokenizer(tuple(words))
+    folder = toy_causal_lm.save_model(tmp_path / "other", toy_causal_lm.llama_config(), tokenizer=other)
+    with pytest.raises(UserError, match="id 7 is 'old' and the teacher's 'green'"):
+        task_of(student={"num_layers": None, "path": str(folder)})
+
+
+def test_fused_heads_are_not_cut(task_of):
+    with pytest.raises(UserError, match=r"student.hidden_size: the teacher's transformer.*give num_layers alone"):
+        task_of("gpt2", student={"num_layers": None, "hidden_size": 16})

@@ -1,0 +1,247 @@
+"""Whole runs of task causal_lm in one process: what they leave, and that they are the same however work is split."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from distiller import commands
+from distiller.build import build_task
+from distiller.caching import make_cache
+from distiller.errors import QualityGateError, UserError
+from distiller.language.batch import IGNORED
+from distiller.language.counted import CountedBatch
+from distiller.recipe_file import parse
+from distiller.tasks.causal_lm import CausalLMTask
+from tests import toy_causal_lm, toys
+
+FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory) -> Path:
+    return toy_causal_lm.save_model(tmp_path_factory.mktemp("models") / "teacher")
+
+
+@pytest.fixture
+def make_recipe(teacher, tmp_path):
+    def make(**sections: Any):
+        return parse(toy_causal_lm.recipe(tmp_path, teacher, cache_dir=str(tmp_path / "cache"), **sections))
+
+    return make
+
+
+@pytest.fixture
+def fresh():
+    """Lets one test build several Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    return reset
+
+
+def run(recipe: Any, resume: bool = False) -> Path:
+    commands.train(recipe, resume)
+    return Path(recipe.output_dir)
+
+
+def task_of(recipe: Any) -> CausalLMTask:
+    task = build_task(recipe)
+    assert isinstance(task, CausalLMTask)
+    return task
+
+
+def loss_of(task: CausalLMTask, batch: CountedBatch, trained: Any) -> float:
+    """The loss sum of a micro-batch, with the teacher in this process."""
+    from accelerate import Accelerator
+
+    from distiller.teachers.opening import open_alone
+
+    accelerator = Accelerator(cpu=True)
+    task.run_stages(accelerator, None)
+    options = task._recipe.teacher
+    teacher = open_alone(task.network, options, torch.float32, torch.device("cpu"))
+    outputs = teacher.predict([task.request(batch)])[0]
+    with torch.no_grad():
+        return float(task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch).total)
+
+
+def test_a_run_leaves_the_contracts_files_and_a_model_of_the_library(make_recipe, teacher, capsys):
+    folder = run(make_recipe(checkpoint={"every_steps": 2}, task={"losses": {"alpha": 0.7, "features": FEATURES}}))
+    assert {path.name for path in folder.iterdir()} == {
+        "checkpoints", "metrics.jsonl", "recipe.yaml", "samples.txt", "student", "summary.json",
+    }  # fmt: skip
+    metrics = toys.read_metrics(folder)
+    assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]
+    for line in metrics:
+        terms = 0.7 * line["loss/divergence"] + 0.3 * line["loss/cross_entropy"] + 0.5 * line["loss/features"]
+        assert line["loss"] == pytest.approx(terms, rel=1e-5)
+    model = AutoModelForCausalLM.from_pretrained(folder / "student")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["student_params"] == sum(parameter.numel() for parameter in model.parameters())
+    assert summary["teacher_params"] == AutoModelForCausalLM.from_pretrained(teacher).num_parameters()
+    # Tied: stored once, and still tied.
+    assert "lm_head.weight" not in load_file(folder / "student" / "model.safetensors")
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert AutoTokenizer.from_pretrained(folder / "student").get_vocab() == toy_causal_lm.make_tokenizer().get_vocab()
+    assert all((file.stat().st_mode & 0o777) == 0o644 for file in (folder / "student").iterdir())
+    texts = (folder / "samples.txt").read_text(encoding="utf-8")
+    assert texts.count("prompt: ") == texts.count("teacher: ") == texts.count("student: ") == 2
+
+
+def test_accumulation_of_unequal_token_counts_changes_nothing(make_recipe, tmp_path, fresh):
+    """Micro-batches of two rows have between 2 and 60 learnt tokens (cases 25, 28)."""
+    losses = {"task": {"losses": {"alpha": 0.5, "features": FEATURES}}}
+    whole = run(make_recipe(output_dir=str(tmp_path / "whole"), **losses))
+    fresh()
+    split = {"batch_size": 2, "samples_per_update": 8, "num_workers": 1, "gradient_checkpointing": True}
+    parts = run(make_recipe(output_dir=str(tmp_path / "parts"), train=split, **losses))
+    toy_causal_lm.assert_same_run(parts, whole)
+
+
+def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
+    options = {"checkpoint": {"every_steps": 2}}
+    whole = run(make_recipe(output_dir=str(tmp_path / "whole"), train={"ema_decay": 0.9}, **options))
+    fresh()
+    broken = {"output_dir": str(tmp_path / "broken"), **options}
+    run(make_recipe(train={"ema_decay": 0.9, "max_steps": 4}, **broken))
+    fresh()
+    resumed = run(make_recipe(train={"ema_decay": 0.9}, **broken), resume=True)
+    assert toys.read_metrics(resumed)[-1]["loss"] == toys.read_metrics(whole)[-1]["loss"]
+    assert torch.equal(toy_causal_lm.student_vector(resumed), toy_causal_lm.student_vector(whole))
+
+
+def test_a_cached_teacher_is_the_live_one(make_recipe, tmp_path, fresh, capsys):
+    losses = {"task": {"losses": {"alpha": 0.7, "features": FEATURES}}}
+    live = run(make_recipe(output_dir=str(tmp_path / "live"), **losses))
+    fresh()
+    cache = {"path": str(make_recipe().teacher.path), "cache": str(tmp_path / "outputs")}
+    train = {"batch_size": 4, "samples_per_update": 8}
+    make_cache(parse(toy_causal_lm.recipe(tmp_path, **losses, teacher=cache, train=train)), repair=False)
+    fresh()
+    cached = cache | {"placement": "cached"}
+    options = {"output_dir": str(tmp_path / "cached"), "teacher": cached, "train": train | {"num_workers": 1}}
+    folder = run(parse(toy_causal_lm.recipe(tmp_path, **losses, **options)))
+    toy_causal_lm.assert_same_run(folder, live)
+    # Nobody is there to be asked to go on with a text.
+    assert "teacher: " not in (folder / "samples.txt").read_text()
+
+
+def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
+    """Also of a student that the library has loaded, which it does in eval mode."""
+    task = task_of(make_recipe(student={"num_layers": None, "path": str(make_recipe().teacher.path)}))
+    trained = task.build_student()
+    task.enable_gradient_checkpointing(trained)
+    block, calls = trained.model.base_model.layers[0].input_layernorm, []
+    block.register_forward_hook(lambda *_: calls.append(1))
+    batch = task.collate([toy_causal_lm.sample(0, 8)])
+    outputs = {"hidden": torch.zeros(1, 8, 32)}
+    from accelerate import Accelerator
+
+    task.run_stages(Accelerator(cpu=True), None)
+    loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
+    loss.total.backward()
+    assert len(calls) == 2
+
+
+def test_what_the_padding_holds_and_what_is_not_learnt_changes_no_loss(make_recipe):
+    """Cases 28 and 29."""
+    task = task_of(make_recipe(task={"losses": {"alpha": 0.5, "features": FEATURES}}))
+    trained = task.build_student()
+    rows = [toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 17, num_learnt=3)]
+    batch = task.collate(rows)
+    whole = loss_of(task, batch, trained)
+    ids = batch.batch.input_ids.clone()
+    ids[0, 9:] = 7
+    from dataclasses import replace
+
+    other = replace(batch, batch=replace(batch.batch, input_ids=ids))
+    assert loss_of(task, other, trained) == pytest.approx(whole, abs=1e-5)
+    alone = sum(loss_of(task, task.collate([row]), trained) for row in rows)
+    assert alone == pytest.approx(whole, rel=1e-5)
+    assert task.count(batch) == 8 + 3
+
+
+def test_nothing_but_the_text_needs_no_teacher(make_recipe):
+    recipe = make_recipe(task={"losses": {"alpha": 0.0}})
+    assert not task_of(recipe).needs_live_teacher
+    folder = run(recipe)
+    line = toys.read_metrics(folder)[0]
+    assert line["loss"] == line["loss/cross_entropy"]
+    assert "loss/divergence" not in line
+    assert "teacher: " not in (folder / "samples.txt").read_text()
+
+
+def test_figures_are_those_of_the_library(make_recipe, tmp_path, teacher, capsys):
+    """Perplexities, divergence and agreement, from the library's own logits of each row alone."""
+    folder = run(make_recipe(data={"held_out": 0.3}))
+    commands.evaluate(folder, ["evaluation.batch_tokens=64"])
+    report = json.loads((folder / "summary.json").read_text())["evaluation"]
+    rows = task_of(make_recipe(data={"held_out": 0.3}))._source.held_out()
+    models = {"teacher": teacher, "student": folder / "student"}
+    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
+    models["untrained_student"] = task_of(make_recipe()).build_student().model
+    total = dict.fromkeys([*models, "kl", "agreeing"], 0.0)
+    count = 0
+    for number in range(len(rows)):
+        row = rows[0, number]
+        keep = row.labels != IGNORED
+        logs = {}
+        for name, model in models.items():
+            with torch.no_grad():
+                hidden = model.base_model(row.input_ids[None]).last_hidden_state[0, keep]
+                logs[name] = (hidden @ model.get_output_embeddings().weight.T).log_softmax(1)
+            total[name] -= float(logs[name].gather(1, row.labels[keep][:, None]).sum())
+        total["kl"] += float((logs["teacher"].exp() * (logs["teacher"] - logs["student"])).sum())
+        total["agreeing"] += int((logs["teacher"].argmax(1) == logs["student"].argmax(1)).sum())
+        count += int(keep.sum())
+    assert report["num_tokens"] == count
+    for name in models:
+        assert report[f"{name}_perplexity"] == pytest.approx(math.exp(total[name] / count), rel=1e-4)
+    assert report["kl_divergence"] == pytest.approx(total["kl"] / count, rel=1e-4)
+    assert report["top1_agreement"] == pytest.approx(total["agreeing"] / count)
+    with pytest.raises(QualityGateError, match=r"times lower than before training, below the gate of 1000"):
+        commands.evaluate(folder, ["evaluation.min_improvement=1000"])
+
+
+def test_samples_go_to_text_files_alone(make_recipe, tmp_path, capsys):
+    folder = run(make_recipe(train={"max_steps": 1, "batch_size": 8}))
+    commands.sample(folder, [], ["the red cat"], 0, tmp_path / "two.txt")
+    assert (tmp_path / "two.txt").read_text().startswith("prompt: the red cat\nteacher: ")
+    with pytest.raises(UserError, match=r"\.txt"):
+        commands.sample(folder, [], ["the red cat"], 0, tmp_path / "two.png")
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"])
+def test_a_student_equal_to_its_teacher_has_nothing_to_learn(make_recipe, kind):
+    losses = {"divergence": {"kind": kind, "temperature": 2.0}}
+    recipe = make_recipe(task={"losses": losses}, student={"num_layers": 5})
+    task = task_of(recipe)
+    batch = task.collate([toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 17)])
+    assert abs(loss_of(task, batch, task.build_student())) < 1e-4
+
+
+def test_a_larger_vocabulary_is_compared_over_the_ids_that_both_have(make_recipe, tmp_path, capsys):
+    config = toy_causal_lm.llama_config(vocab_size=40, num_hidden_layers=1)
+    file = toy_causal_lm.write_config(tmp_path / "student.json", config)
+    folder = run(make_recipe(student={"num_layers": None, "config": str(file)}))
+    assert "has 23 ids and the student's 40: both are compared over the first 23" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(folder / "student").config.vocab_size == 40
+
+
+def test_dropout_is_taken_out_and_said(tmp_path, capsys):
+    """GPT-2: fused projections, learned positions, dropout in its config."""
+    teacher = toy_causal_lm.save_model(tmp_path / "gpt2", toy_causal_lm.gpt2_config())
+    folder = run(parse(toy_causal_lm.recipe(tmp_path, teacher, student={"num_layers": 1})))
+    assert "trains without dropout" in capsys.readouterr().out
+    assert AutoModelForCausalLM.from_pretrained(folder / "student").config.resid_pdrop == 0
