@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+from torch.utils.data import Dataset
 
 from distiller import __version__
 from distiller.build import check_run, epochs_of, plan_updates
@@ -20,6 +21,7 @@ from distiller.cache.layout import Layout, shard_name
 from distiller.cache.manifest import MANIFEST_FILE, Manifest, remove_damaged
 from distiller.config import Recipe
 from distiller.devices import teacher_dtype
+from distiller.draws import sample_order
 from distiller.errors import UserError
 from distiller.folder_lock import hold
 from distiller.launch import World, open_world
@@ -29,12 +31,17 @@ from distiller.process import world_size
 from distiller.ranks import Ranks
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
-from distiller.teachers.base import Setup
+from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.opening import decide
 
+COMPARED = 8192
+"""Counted tokens (or samples), over which forms are compared."""
 
-def make_cache(recipe: Recipe, repair: bool) -> None:
-    """Writes, completes or repairs the cache in `teacher.cache`. Communicates.
+
+def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> None:
+    """Writes, completes or repairs the cache in `teacher.cache`; or compares what could be stored, and writes nothing.
+
+    Communicates.
 
     Raises UserError before any weight is read, but for a disk that turns out too small for what the first outputs take.
     """
@@ -53,8 +60,8 @@ def make_cache(recipe: Recipe, repair: bool) -> None:
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
-    key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
-    if not repair and ranks.from_main(lambda: (folder / MANIFEST_FILE).is_file()):
+    key = {} if compare else ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
+    if not (repair or compare) and ranks.from_main(lambda: (folder / MANIFEST_FILE).is_file()):
         accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
         accelerator.end_training()
         return
@@ -64,6 +71,11 @@ def make_cache(recipe: Recipe, repair: bool) -> None:
     teacher = PLACEMENTS[setup.options.placement](task.network, setup)
     ranks.wait()
     data = task.run_stages(accelerator, teacher)
+    if compare:
+        _compare(task, teacher, data, recipe, ranks)
+        teacher.close()
+        accelerator.end_training()
+        return
     batching = Batching(recipe.train.batch_size, world.accumulation_steps, recipe.train.num_workers)
     filling = Filling(folder, task, teacher, data, batching, ranks)
     measured = filling.measure()
@@ -85,6 +97,25 @@ def make_cache(recipe: Recipe, repair: bool) -> None:
     teacher.close()
     ranks.wait()
     accelerator.end_training()
+
+
+def _compare(task: Task[Any, Any], teacher: Teacher, data: Dataset[Any], recipe: Recipe, ranks: Ranks) -> None:
+    """Asks for the first rows of the first epoch, on every rank alike, and prints rank 0's figures."""
+    order, size = sample_order(recipe.seed, 0, task.num_samples), recipe.train.batch_size
+    batches, num_counted = [], 0
+    while num_counted < COMPARED and len(batches) * size < len(order):
+        keys = order[len(batches) * size : (len(batches) + 1) * size]
+        batches.append(task.collate([data[0, sample_id] for sample_id in keys]))
+        num_counted += task.count(batches[-1])
+    batches = [task.to_device(batch, ranks.device) for batch in batches]
+    outputs = [teacher.predict([task.request(batch)])[0] for batch in batches]
+    if ranks.is_main:
+        figures = task.compare_forms(batches, outputs)
+        if figures is None:
+            print("cache: this task's outputs are stored whole, which is exact; there is nothing to compare")
+        else:
+            print(f"over {num_counted:,} counted tokens of the recipe's own data, beside the live teacher:\n{figures}")
+    ranks.wait()
 
 
 def _with_live_teacher(recipe: Recipe) -> tuple[Recipe, bool]:

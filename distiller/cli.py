@@ -145,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
     cache.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
     cache.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="for example cache.draws=2")
     cache.add_argument("--repair", action="store_true", help="read all that is there, and make damaged files again")
+    cache.add_argument(
+        "--compare",
+        action="store_true",
+        help="write nothing; print bytes a token, bias and gradient of each form in which outputs could be stored",
+    )
     cache.set_defaults(run=_cache)
 
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
@@ -211,12 +216,12 @@ def _cache(options: argparse.Namespace, stops: Stops) -> None:
     from distiller.recipe_file import load
 
     recipe = load(options.recipe, options.overrides)
-    if recipe.teacher.cache is None:
+    if recipe.teacher.cache is None and not options.compare:
         raise UserError("distiller cache needs teacher.cache; give the folder to write, with teacher.cache=FOLDER")
     from distiller.caching import make_cache
 
     stops.listen()
-    make_cache(recipe, options.repair)
+    make_cache(recipe, options.repair, options.compare)
 
 
 def _evaluate(options: argparse.Namespace, stops: Stops) -> None:

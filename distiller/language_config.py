@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config import Data, RecipeOf, TaskOptions
+from distiller.config import Cache, Data, RecipeOf, TaskOptions
 from distiller.errors import shown
 from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 
@@ -111,6 +111,29 @@ class LanguageData(Data):
         return self
 
 
+class LanguageCache(Cache):
+    """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
+
+    form: Literal["hidden", "topk", "sampled", "topk+sampled"] = Field(
+        "hidden", description="of a token: the last hidden state (exact), its likeliest ids, draws, or both"
+    )
+    k: Annotated[Positive, Field(le=255)] = Field(20, description="topk, topk+sampled: likeliest ids of a token")
+    samples: Annotated[Positive, Field(le=255)] = Field(23, description="sampled, topk+sampled: draws of a token")
+
+    @model_validator(mode="after")
+    def _fits_a_record(self) -> LanguageCache:
+        if self.k + self.samples > 255:
+            raise ValueError(
+                f"given cache.k {self.k} and cache.samples {self.samples}; a token has room for 255 ids in all"
+            )
+        return self
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the stored form is an estimate of the teacher's distribution."""
+        return self.form in ("sampled", "topk+sampled")
+
+
 class LanguageEvaluation(Section):
     """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
 
@@ -135,11 +158,17 @@ class LanguageRecipe(RecipeOf[LanguageOptions, LanguageStudent, LanguageData, La
     task: LanguageOptions
     student: LanguageStudent
     data: LanguageData
+    cache: LanguageCache = LanguageCache()  # type: ignore[assignment]
     evaluation: LanguageEvaluation = LanguageEvaluation()
 
     @model_validator(mode="after")
     def _no_contradictions_of_language(self) -> LanguageRecipe:
-        features = self.task.losses.features
+        features, kind = self.task.losses.features, self.task.losses.divergence.kind
+        if self.teacher.cache is not None and self.cache.is_drawn and kind != "forward_kl":
+            raise ValueError(
+                f"cache.form={self.cache.form} estimates forward_kl alone, given task.losses.divergence.kind={kind}; "
+                "choose cache.form=hidden, which is exact for all of them, or topk"
+            )
         if len(features.student_blocks) != len(features.teacher_blocks):
             raise ValueError(
                 f"task.losses.features: given {len(features.student_blocks)} student_blocks and "

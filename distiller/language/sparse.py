@@ -32,7 +32,11 @@ class Records(NamedTuple):
     """[N] uint8: entries of each token."""
 
     head: Tensor
-    """[N, k] float16: probabilities of the head's ids."""
+    """[N, k] float16: probabilities of the head's ids, up to a factor: head and tail sum to 1."""
+
+    tail: Tensor
+    """[N] bfloat16: the probability of all other ids together, of which 1 - 1e-6 would leave nothing; empty without a
+    head."""
 
     counts: Tensor
     """[sum of the tokens' entries] uint8: how often each was drawn; without a head only, else empty."""
@@ -90,33 +94,31 @@ class SparseForm:
         p, num = log_p.exp(), len(log_p)
         entropy = (-(p * log_p).sum(1) / self.entropy_step).round().clamp(0, 0xFFFF).int()
         head_p, head_ids = p.topk(self.head_size, dim=1)
-        # As they will be read back, so that head and tail are one distribution.
-        head_p = head_p.half()
+        outside = p.scatter(1, head_ids, 0.0)
+        head, tail = head_p.half().cpu(), outside.double().sum(1).bfloat16().cpu()
+        empty = torch.empty(0, dtype=torch.uint8)
         if self.kind == "topk":
             sizes = torch.full((num,), self.head_size, dtype=torch.uint8)
-            empty = torch.empty(0, dtype=torch.uint8)
-            return Records(head_ids.flatten().int().cpu(), sizes, head_p.cpu(), empty, empty.int())
-        drawn = _draw(p.scatter(1, head_ids, 0.0), self.samples, uniform.to(p.device))
+            return Records(head_ids.flatten().int().cpu(), sizes, head, tail, empty, empty.int())
+        drawn = _draw(outside, self.samples, uniform.to(p.device))
         if self.head_size:
             entries = torch.cat([head_ids, drawn], dim=1)
             sizes = torch.full((num,), entries.shape[1], dtype=torch.uint8)
-            counts = torch.empty(0, dtype=torch.uint8)
-            return Records(entries.flatten().int().cpu(), sizes, head_p.cpu(), counts, entropy.cpu())
+            return Records(entries.flatten().int().cpu(), sizes, head, tail, empty, entropy.cpu())
         # Sorted by construction: equal ids are neighbours.
         drawn = drawn.cpu()
         is_new = torch.cat([torch.ones(num, 1, dtype=torch.bool), drawn[:, 1:] != drawn[:, :-1]], dim=1)
         flat = is_new.flatten().nonzero().squeeze(1)
         counts = torch.diff(flat, append=torch.tensor([is_new.numel()]))
         sizes = is_new.sum(1).to(torch.uint8)
-        return Records(drawn.flatten()[flat].int(), sizes, head_p.cpu(), counts.to(torch.uint8), entropy.cpu())
+        return Records(drawn.flatten()[flat].int(), sizes, head, tail[:0], counts.to(torch.uint8), entropy.cpu())
 
     def target(self, records: Records) -> SparseTarget:
         """What the loss compares the student with: N rows, padded with weights of 0, on the CPU."""
         num = len(records.sizes)
-        head_p = records.head.float()
         if self.kind != "sampled":
-            ids = records.entries.long().view(num, -1)
-            tail = (1 - head_p.sum(1)).clamp_min(0)
+            ids, tail, head_p = records.entries.long().view(num, -1), records.tail.float(), records.head.float()
+            head_p *= ((1 - tail) / head_p.sum(1)).unsqueeze(1)
             if self.kind == "topk":
                 return SparseTarget(ids, head_p, tail)
             weights = torch.cat([head_p, (tail / self.samples).unsqueeze(1).expand(-1, self.samples)], dim=1)
@@ -138,7 +140,7 @@ class SparseForm:
         if self.kind == "sampled":
             packed |= {"sizes": records.sizes, "counts": records.counts}
         else:
-            packed["head"] = records.head
+            packed |= {"head": records.head, "tail": records.tail}
         if self.kind != "topk":
             packed["entropy"] = torch.from_numpy(records.entropy.numpy().astype("<u2").view(np.uint8))
         return packed
@@ -154,10 +156,11 @@ class SparseForm:
             entropy = torch.from_numpy(packed["entropy"].numpy().view("<u2").astype(np.int32))
         if self.kind == "sampled":
             sizes = packed["sizes"]
-            return Records(entries, sizes, torch.empty(len(sizes), 0).half(), packed["counts"], entropy)
-        head = packed["head"]
+            head, tail = torch.empty(len(sizes), 0).half(), torch.empty(0).bfloat16()
+            return Records(entries, sizes, head, tail, packed["counts"], entropy)
+        head, tail = packed["head"], packed["tail"]
         sizes = torch.full((len(head),), len(entries) // max(len(head), 1), dtype=torch.uint8)
-        return Records(entries, sizes, head, empty, entropy)
+        return Records(entries, sizes, head, tail, empty, entropy)
 
 
 def _draw(p: Tensor, samples: int, uniform: Tensor) -> Tensor:

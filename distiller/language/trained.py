@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
-from distiller.language.chunked import HiddenTarget, chunked_loss
+from distiller.language.chunked import Target, chunked_loss
 from distiller.language.objective import Objective
 from distiller.losses import mean_squared_error
 
@@ -35,7 +35,7 @@ class Lesson:
     position_ids: Tensor
     labels: Tensor
     counts: Tensor
-    target: HiddenTarget
+    target: Target
     features: tuple[Tensor, ...]
 
 

@@ -130,6 +130,14 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         del batch
         return {name: torch.stack([sample[name] for sample in samples]) for name in self.wanted}
 
+    def compare_forms(self, batches: Sequence[BatchT], outputs: Sequence[Outputs]) -> str | None:
+        """A table of the forms in which a cache could store these outputs; None where there is one alone.
+
+        Reads the student's weights. `batches` are on the device where the teacher's answers are.
+        """
+        del batches, outputs
+        return None
+
     @abstractmethod
     def sample_ids(self, batch: BatchT) -> tuple[int, ...]:
         """The samples' places in the data, on the host."""

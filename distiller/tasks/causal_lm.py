@@ -16,15 +16,20 @@ from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.language.batch import TokenSample
 from distiller.language.checks import check_feature_blocks, check_lengths, objective_of
-from distiller.language.chunked import HiddenTarget
+from distiller.language.chunked import HiddenTarget, Target
+from distiller.language.comparison import compare_forms, table
 from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
 from distiller.language.counted import CountedBatch
+from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
+from distiller.language.objective import Objective
 from distiller.language.rows import TextData
 from distiller.language.source import LanguageSource
+from distiller.language.sparse import SparseForm
+from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
 from distiller.language.vocabulary import check_same_tokens, check_sizes, size_notice
@@ -62,6 +67,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         features = recipe.task.losses.features
         self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
+        self._form = self._stored_form(recipe.cache.form)
         self._head: Head | None = None
         self._dtype = torch.float32
 
@@ -132,20 +138,27 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
         return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
 
+    def cached_form(self) -> dict[str, Any]:
+        return self._form.describe()
+
     def store(self, batch: CountedBatch, outputs: Outputs) -> list[Outputs]:
-        """Real tokens alone, [L, H] each: the padding depends on the rows beside them."""
-        held = {name: outputs[name].cpu() for name in self.wanted}
-        lengths = batch.batch.lengths
-        return [{name: tensor[row, :length] for name, tensor in held.items()} for row, length in enumerate(lengths)]
+        assert self._head is not None, "run_stages loads it"
+        return self._form.store(batch, outputs, self._head)
 
     def restore(self, batch: CountedBatch, samples: Sequence[Outputs]) -> Outputs:
-        shape = batch.batch.input_ids.shape
-        padded = {name: samples[0][name].new_zeros(*shape, samples[0][name].shape[-1]) for name in self.wanted}
-        for row, sample in enumerate(samples):
-            for name, tensor in sample.items():
-                if name in padded:
-                    padded[name][row, : len(tensor)] = tensor
-        return padded
+        return self._form.restore(batch, samples, self._feature_names)
+
+    def compare_forms(self, batches: Sequence[CountedBatch], outputs: Sequence[Outputs]) -> str:
+        assert self._head is not None, "run_stages loads it"
+        objective, forms = replace(self._objective, weight=1.0), {}
+        for kind in ("hidden", "topk", "sampled", "topk+sampled"):
+            form = self._stored_form(kind)
+            settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
+            forms[" ".join([kind, *settings])] = form
+        if not isinstance(objective.divergence, ForwardKL):
+            forms = {name: form for name, form in forms.items() if "sampled" not in name}
+        student = self._with_projections(self._student.build(), objective).to(self._head.weight.device)
+        return table(compare_forms(forms, student, self._head, objective, batches, outputs))
 
     def sample_ids(self, batch: CountedBatch) -> tuple[int, ...]:
         return batch.batch.sample_ids
@@ -164,11 +177,11 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         rows = batch.batch
         if teacher_outputs is None:
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
-            hidden = self._head.weight.new_zeros(rows.input_ids.numel(), self._head.weight.shape[1])
+            shape = rows.input_ids.numel(), self._head.weight.shape[1]
+            target: Target = HiddenTarget(self._head.weight.new_zeros(shape), *self._head)
         else:
-            hidden = teacher_outputs[HIDDEN].flatten(0, 1)
+            target = target_of(teacher_outputs, self._head)
         features = tuple(teacher_outputs[name].flatten(0, 1) for name in self._feature_names) if teacher_outputs else ()
-        target = HiddenTarget(hidden, *self._head)
         labels = rows.labels.flatten()
         return {"lesson": Lesson(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
 
@@ -237,11 +250,21 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         teacher.close()
         write_texts(output, self.files.tokenizer, beginnings, texts)
 
-    def _with_projections(self, model: Any) -> LanguageStudent:
+    def _stored_form(self, kind: str) -> StoredForm:
+        cache = self._recipe.cache
+        if kind == "hidden":
+            return HiddenForm()
+        vocabulary = min(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
+        temperature = self._task.losses.divergence.temperature
+        return TokenForm(SparseForm(kind, cache.k, cache.samples, temperature, vocabulary), self._recipe.seed)
+
+    def _with_projections(self, model: Any, objective: Objective | None = None) -> LanguageStudent:
         features, ours = self._task.losses.features, self._student.anatomy
         blocks = features.student_blocks if features.weight else ()
         widths = ours.hidden_size, self.files.anatomy.hidden_size
-        return LanguageStudent(model, self._objective, ours.block_prefix, blocks, widths, self._recipe.seed)
+        return LanguageStudent(
+            model, objective or self._objective, ours.block_prefix, blocks, widths, self._recipe.seed
+        )
 
     def _beginnings(self) -> list[list[int]]:
         evaluation = self._recipe.evaluation

@@ -137,6 +137,62 @@ def test_a_cached_teacher_is_the_live_one(make_recipe, tmp_path, fresh, capsys):
     assert "teacher: " not in (folder / "samples.txt").read_text()
 
 
+@pytest.mark.parametrize("form", ["topk", "topk+sampled"])
+def test_a_form_that_keeps_every_id_is_the_live_teacher_but_for_rounding(make_recipe, tmp_path, fresh, form):
+    """All 23 ids are in the head, and features are kept beside them."""
+    losses = {"task": {"losses": {"alpha": 0.7, "divergence": {"temperature": 2.0}, "features": FEATURES}}}
+    live = run(make_recipe(output_dir=str(tmp_path / "live"), **losses))
+    fresh()
+    teacher = {"path": str(make_recipe().teacher.path), "cache": str(tmp_path / "outputs")}
+    stored = losses | {"cache": {"form": form, "k": 23, "samples": 3}}
+    make_cache(parse(toy_causal_lm.recipe(tmp_path, **stored, teacher=teacher)))
+    fresh()
+    options = {"output_dir": str(tmp_path / "cached"), "teacher": teacher | {"placement": "cached"}}
+    folder = run(parse(toy_causal_lm.recipe(tmp_path, **stored, **options)))
+    ours, theirs = ([line["loss"] for line in toys.read_metrics(run_dir)] for run_dir in (folder, live))
+    assert ours == pytest.approx(theirs, abs=2e-3)
+    assert ours != theirs
+
+
+def test_a_form_belongs_to_a_temperature_and_to_its_size(make_recipe, tmp_path, fresh):
+    teacher = {"path": str(make_recipe().teacher.path), "cache": str(tmp_path / "outputs")}
+    cache = {"form": "sampled", "samples": 5}
+    make_cache(parse(toy_causal_lm.recipe(tmp_path, cache=cache, teacher=teacher)))
+    cached = teacher | {"placement": "cached"}
+    hot = {"losses": {"divergence": {"temperature": 2.0}}}
+    for changes, field in (
+        ({"task": hot, "cache": cache}, "form.temperature is 1.0 there and 2.0 here"),
+        ({"cache": cache | {"samples": 6}}, "form.samples is 5 there and 6 here"),
+        ({"cache": {"form": "hidden"}}, "form.kind is 'sampled' there and 'hidden' here"),
+    ):
+        fresh()
+        with pytest.raises(UserError, match=field):
+            commands.train(parse(toy_causal_lm.recipe(tmp_path, teacher=cached, **changes)), resume=False)
+
+
+def test_an_estimate_serves_no_other_divergence(make_recipe):
+    teacher = {"path": str(make_recipe().teacher.path), "cache": "outputs"}
+    with pytest.raises(UserError, match=r"cache.form=sampled estimates forward_kl alone, given .*=jsd"):
+        make_recipe(teacher=teacher, cache={"form": "sampled"}, task={"losses": {"divergence": {"kind": "jsd"}}})
+    with pytest.raises(UserError, match="a token has room for 255 ids in all"):
+        make_recipe(cache={"k": 200, "samples": 100})
+
+
+def test_forms_are_compared_with_the_live_teacher(make_recipe, capsys):
+    make_cache(make_recipe(cache={"k": 4, "samples": 8}), compare=True)
+    lines = capsys.readouterr().out.splitlines()
+    rows = {" ".join(line.split()[:-5]): line.split()[-5:] for line in lines[-4:]}
+    assert list(rows) == ["hidden", "topk k 4", "sampled samples 8", "topk+sampled k 4 samples 8"]
+    # Exact, bit for bit.
+    assert rows["hidden"][2:] == ["+0.00%", "0.00%", "1.0000"]
+    # What the tail's ids would add is missing.
+    assert float(rows["topk k 4"][2].rstrip("%")) < -5
+    assert [float(row[0]) for row in rows.values()][1:] == [18.0, pytest.approx(15, abs=10), 36.0]
+    bias, error = (float(cell.rstrip("%")) for cell in rows["topk+sampled k 4 samples 8"][2:4])
+    assert abs(bias) < 5 * error
+    assert float(rows["topk+sampled k 4 samples 8"][4]) > 0.95
+
+
 def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
     """Also of a student that the library has loaded, which it does in eval mode."""
     task = task_of(make_recipe(student={"num_layers": None, "path": str(make_recipe().teacher.path)}))

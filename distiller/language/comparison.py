@@ -1,0 +1,141 @@
+"""How far the stored forms are from the live teacher, on the recipe's own rows: what `cache --compare` prints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from distiller.language import divergences
+from distiller.language.chunked import HiddenTarget, default_chunk_tokens
+from distiller.language.counted import CountedBatch
+from distiller.language.divergences import SparseTarget
+from distiller.language.network import Head
+from distiller.language.objective import Objective
+from distiller.language.stored import StoredForm, target_of
+from distiller.language.trained import LanguageStudent, Lesson
+from distiller.teachers.base import Outputs
+
+
+@final
+@dataclass(frozen=True)
+class FormFigures:
+    """One stored form.
+
+    Attributes:
+        bytes_per_token: of what is stored, without a file's own overhead.
+        divergence: mean over learnt tokens, in nats, as the form shows it.
+        bias: of that mean, as a share of the live teacher's.
+        standard_error: of the bias, by the spread over tokens.
+        gradient_cosine: between the student's gradients (all trained parameters, divergence alone) by this form and by
+            the live teacher.
+    """
+
+    bytes_per_token: float
+    divergence: float
+    bias: float
+    standard_error: float
+    gradient_cosine: float
+
+
+def compare_forms(
+    forms: Mapping[str, StoredForm],
+    student: LanguageStudent,
+    head: Head,
+    objective: Objective,
+    batches: Sequence[CountedBatch],
+    outputs: Sequence[Outputs],
+) -> dict[str, FormFigures]:
+    """Stores and restores every micro-batch in every form, and compares divergences and gradients.
+
+    Args:
+        student: with weights, on the device of `head`, made with `objective`; its gradients are overwritten.
+        head: the teacher's output layer.
+        objective: the divergence alone (weight 1).
+        batches, outputs: micro-batches on the device, and the live teacher's answers.
+    """
+    assert objective.weight == 1, "the labels' cross-entropy is the same under every form"
+    live = [HiddenTarget(*target) for target in (target_of(of, head) for of in outputs)]
+    expected, gradient = _measure(student, objective, batches, live)
+    figures = {}
+    for name, form in forms.items():
+        num_bytes, targets = 0, []
+        for batch, of in zip(batches, outputs, strict=True):
+            rows = form.store(batch, of, head)
+            num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
+            restored = form.restore(batch, rows, ())
+            targets.append(target_of({key: value.to(head.weight.device) for key, value in restored.items()}, head))
+        found, own_gradient = _measure(student, objective, batches, targets)
+        differences = found - expected
+        figures[name] = FormFigures(
+            bytes_per_token=num_bytes / sum(sum(batch.batch.lengths) for batch in batches),
+            divergence=float(found.mean()),
+            bias=float(differences.mean() / expected.mean()),
+            standard_error=float(differences.std() / math.sqrt(len(differences)) / expected.mean()),
+            gradient_cosine=float(F.cosine_similarity(gradient, own_gradient, dim=0)),
+        )
+    return figures
+
+
+def table(figures: Mapping[str, FormFigures]) -> str:
+    """The figures for a terminal."""
+    heads = ("form", "bytes a token", "divergence", "bias", "std. error", "gradient cosine")
+    rows = [
+        (
+            name,
+            f"{of.bytes_per_token:,.1f}",
+            f"{of.divergence:.4f}",
+            f"{of.bias:+.2%}",
+            f"{of.standard_error:.2%}",
+            f"{of.gradient_cosine:.4f}",
+        )
+        for name, of in figures.items()
+    ]
+    lines = [f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in (heads, *rows)]
+    return "\n".join(lines)
+
+
+def _measure(
+    student: LanguageStudent,
+    objective: Objective,
+    batches: Sequence[CountedBatch],
+    targets: Sequence[HiddenTarget | SparseTarget],
+) -> tuple[Tensor, Tensor]:
+    """The divergence of each learnt token [N] and the gradient of their sum, flat; both float64 on the CPU."""
+    student.zero_grad(set_to_none=True)
+    values = []
+    for batch, target in zip(batches, targets, strict=True):
+        rows = batch.batch
+        lesson = Lesson(rows.input_ids, rows.position_ids, rows.labels.flatten(), batch.counts, target, ())
+        student(lesson).loss.backward()
+        values.append(_values(student, objective, lesson))
+    gradients = [parameter.grad for parameter in student.parameters() if parameter.grad is not None]
+    return torch.cat(values), torch.cat([gradient.flatten().double().cpu() for gradient in gradients])
+
+
+@torch.no_grad()
+def _values(student: LanguageStudent, objective: Objective, lesson: Lesson) -> Tensor:
+    body = student.model.base_model
+    hidden = body(input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False).last_hidden_state
+    hidden = hidden.flatten(0, 1)
+    output = student.model.get_output_embeddings()
+    counting, values = lesson.counts.nonzero().squeeze(1).to(hidden.device), []
+    for rows in counting.split(default_chunk_tokens(output.weight.shape[0])):
+        logits = F.linear(hidden[rows], output.weight, output.bias)
+        target, divergence, temperature = lesson.target, objective.divergence, objective.temperature
+        if isinstance(target, SparseTarget):
+            part = SparseTarget(*(None if tensor is None else tensor[rows] for tensor in target))  # type: ignore[arg-type]
+            values.append(divergences.sparse_divergence(divergence, logits, part, temperature))
+        else:
+            assert isinstance(target, HiddenTarget)
+            teacher = F.linear(target.hidden[rows].to(target.weight.dtype), target.weight, target.bias)
+            shared = min(logits.shape[1], teacher.shape[1])
+            values.append(
+                divergences.dense_divergence(divergence, logits[:, :shared], teacher[:, :shared], temperature)
+            )
+    return torch.cat(values).double().cpu()
