@@ -23,7 +23,7 @@ from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.devices import teacher_dtype
+from distiller.devices import quiet_libraries, teacher_dtype
 from distiller.errors import UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
@@ -36,7 +36,7 @@ from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.student_size import gpu_bytes, host_bytes
 from distiller.student_state.opening import open_state
-from distiller.tasks import TASKS
+from distiller.tasks import open_task
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
@@ -57,7 +57,9 @@ class Finished:
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
     """The recipe's task, checked against the files that it names; reads no weights. Raises UserError."""
-    return TASKS[recipe.task.kind](recipe)
+    task = open_task(recipe)
+    quiet_libraries()
+    return task
 
 
 def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
-import transformers
 
 from distiller import __version__
 from distiller.build import check_run, epochs_of, plan_updates
@@ -106,8 +107,8 @@ def _claimed_key(folder: Path, recipe: Recipe, task: Task[Any, Any], dtype: torc
 
 def _per_shard(recipe: Recipe, task: Task[Any, Any], measured: Measured, step: int) -> int:
     """Samples a file: whole requests, about `cache.shard_mib` of them, and no more than there are."""
-    wanted = min(int(recipe.cache.shard_mib * 2**20 / measured.bytes_per_sample), task.num_samples)
-    return max(1, wanted // step) * step
+    requests = int(recipe.cache.shard_mib * 2**20 / measured.bytes_per_sample) // step
+    return min(max(1, requests), -(-task.num_samples // step)) * step
 
 
 def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:
@@ -136,7 +137,7 @@ def _finish(
     made_with = {
         "distiller": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        **{name: version(name) for name in ("transformers", "diffusers") if name in sys.modules},
         "accelerate": accelerate.__version__,
         "device": world.accelerator.device.type,
         "placement": placement,

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 
-import diffusers
 import torch
-import transformers
 
 from distiller.errors import UserError
 
@@ -39,8 +38,9 @@ def set_tf32(allowed: bool) -> None:
 
 
 def quiet_libraries() -> None:
-    """Turns the libraries' own progress bars off (ours says what runs), and DeepSpeed's notice that there is no GPU."""
-    diffusers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.disable_progress_bar()
+    """Turns off the progress bars of libraries that are loaded (ours says what runs); DeepSpeed's notice of no GPU."""
+    for name in ("diffusers", "transformers"):
+        if name in sys.modules:
+            sys.modules[f"{name}.utils.logging"].disable_progress_bar()
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

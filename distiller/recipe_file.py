@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
+from distiller.classification_config import ClassificationRecipe
 from distiller.config import Recipe
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError, shown
@@ -19,7 +20,11 @@ from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 
-RECIPES: dict[str, type[Recipe]] = {"diffusion": DiffusionRecipe, "causal_lm": LanguageRecipe}
+RECIPES: dict[str, type[Recipe]] = {
+    "diffusion": DiffusionRecipe,
+    "causal_lm": LanguageRecipe,
+    "classification": ClassificationRecipe,
+}
 """`task.kind` -> what a recipe of that task holds."""
 
 ALTERNATIVES = (
@@ -27,7 +32,10 @@ ALTERNATIVES = (
     (
         ("student.config",),
         ("student.path",),
-        ("student.num_layers", "student.num_attention_heads", "student.ffn_dim", *(f"student.{key}" for key in CUTS)),
+        (
+            *("student.num_layers", "student.num_attention_heads", "student.ffn_dim", "student.depths"),
+            *(f"student.{key}" for key in CUTS),
+        ),
     ),
 )
 """Ways to say one thing, each a tuple of keys, of which a recipe uses one."""

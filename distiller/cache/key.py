@@ -34,18 +34,19 @@ def content_key(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype) -> dic
         },
         "train": {"tf32": recipe.train.tf32},
         "data": {"digest": task.data_digest, "samples": task.num_samples},
-        "inputs": task.cached_inputs(dtype),
         "form": task.cached_form(),
     }
     if task.has_draws:
         key["seed"] = recipe.seed
+    # Last: what it names is often the user's key in another dress.
+    key["inputs"] = task.cached_inputs(dtype)
     # As it will be read back: JSON has no tuples.
     return json.loads(json.dumps(key))
 
 
 def first_difference(held: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first field, in sorted order, in which the two differ, and both values; None where there is none."""
-    for name in sorted(held.keys() | asked.keys()):
+    """The first field, in the order of what is asked, in which the two differ, and both values; None without any."""
+    for name in [*asked, *(name for name in held if name not in asked)]:
         field, ours, theirs = f"{prefix}{name}", asked.get(name), held.get(name)
         if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
             if (found := first_difference(theirs, ours, f"{field}.")) is not None:

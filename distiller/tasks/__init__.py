@@ -1,12 +1,23 @@
 """What is distilled: one file and one class a task, chosen by `task.kind`."""
 
-from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
+from distiller.config import Recipe
 from distiller.tasks.base import Task
-from distiller.tasks.causal_lm import CausalLMTask
-from distiller.tasks.diffusion import DiffusionTask
 
-TASKS: dict[str, Callable[[Any], Task[Any, Any]]] = {"diffusion": DiffusionTask, "causal_lm": CausalLMTask}
+TASKS = {
+    "diffusion": ("distiller.tasks.diffusion", "DiffusionTask"),
+    "causal_lm": ("distiller.tasks.causal_lm", "CausalLMTask"),
+    "classification": ("distiller.tasks.classification", "ClassificationTask"),
+}
+"""`task.kind` -> module and class. Imported when it is asked for: the libraries of the other tasks take seconds."""
 
-__all__ = ["TASKS", "Task"]
+
+def open_task(recipe: Recipe) -> Task[Any, Any]:
+    """The recipe's task, checked against the files that it names; reads no weights. Raises UserError."""
+    module, name = TASKS[recipe.task.kind]
+    return getattr(import_module(module), name)(recipe)
+
+
+__all__ = ["TASKS", "Task", "open_task"]

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
+from distiller.depth import evenly_spaced
 from distiller.diffusion_config import DiffusionStudent
 from distiller.errors import UserError
 from distiller.resources import local_path
@@ -73,13 +74,6 @@ def build_student(
     if student.from_teacher:
         copy_from_teacher(model, files)
     return model
-
-
-def evenly_spaced(num_kept: int, num_blocks: int) -> list[int]:
-    """The kept block numbers, first and last among them when at least two are kept."""
-    if num_kept == 1:
-        return [0]
-    return [round(place * (num_blocks - 1) / (num_kept - 1)) for place in range(num_kept)]
 
 
 def copy_from_teacher(model: WanTransformer3DModel, files: WanFiles) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from distiller.cache.layout import shard_name
+from distiller.weight_files import read_header
 from tests import toys
 from tests.launch.launching import CONFIGS, begin, launch
 
@@ -68,7 +69,7 @@ def test_another_recipe_is_refused_by_the_field_that_differs(toy, cache):
     for override, field in (
         ("teacher.dtype=bfloat16", "teacher.dtype"),
         ("seed=4", "seed"),
-        ("train.max_steps=9", "draws"),
+        ("cache.draws=9", "draws"),
     ):
         options = [*cached(cache), f"output_dir={toy / 'refused'}", override]
         result = launch(CONFIGS / "cpu.yaml", "train", str(toy / "recipe.yaml"), *options)
@@ -83,7 +84,8 @@ def test_another_recipe_is_refused_by_the_field_that_differs(toy, cache):
 def test_a_damaged_file_is_named_and_repaired(toy, cache, reference):
     whole, damaged = files_of(cache), cache / shard_name(1)
     content = bytearray(damaged.read_bytes())
-    content[-1] ^= 1
+    # The first sample that training meets in it.
+    content[read_header(damaged)["prediction"].start] ^= 1
     damaged.write_bytes(content)
     output_dir = toy / "damaged"
     train = ["train", str(toy / "recipe.yaml"), *cached(cache), f"output_dir={output_dir}", "train.num_workers=1"]

@@ -1,0 +1,333 @@
+"""Task `classification`: an image classifier distilled into a smaller one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from PIL import Image
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from distiller.classification_config import ClassificationRecipe
+from distiller.data.images import SUFFIXES
+from distiller.devices import teacher_dtype
+from distiller.errors import UserError
+from distiller.losses import mean_squared_error
+from distiller.stages import Stage, digest_of
+from distiller.tasks.base import LossSum, Task
+from distiller.teachers.base import Outputs, Request, Teacher
+from distiller.teachers.opening import open_alone
+from distiller.vision.converted import converted_files
+from distiller.vision.evaluation import ask_teacher, compare, prediction_grid
+from distiller.vision.files import Processor, find_classifier, find_folder, read_config, stored_files
+from distiller.vision.labels import class_numbers
+from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
+from distiller.vision.objective import cross_entropy, tempered_divergence
+from distiller.vision.samples import Augmentation, PictureBatch, PictureData, collate, split_held_out
+from distiller.vision.sources import as_picture, open_pictures
+from distiller.vision.student import (
+    DistilledClassifier,
+    build_model,
+    check_features,
+    load_student,
+    plan_student,
+    save_student,
+)
+from distiller.vision.teacher_training import train_teacher
+
+MAX_SAMPLES = 10
+
+
+class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
+    """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
+
+    def __init__(self, recipe: ClassificationRecipe) -> None:
+        self._recipe, self._losses = recipe, recipe.task.losses
+        teacher = recipe.teacher
+        root, _ = find_folder(teacher.path, teacher.revision, teacher.subfolder, "teacher.path")
+        origin = f"teacher.path: {teacher.path}"
+        self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
+        self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
+        self._trains_teacher = recipe.teacher_training.max_steps is not None
+        if not self._trains_teacher and self._files.repository is None:
+            self._files.fetch()
+        self._plan = plan_student(recipe.student, self._files, self._processor)
+        self._check_losses()
+        if recipe.train.gradient_checkpointing and not self._plan.structure.can_recompute:
+            raise UserError(
+                "train.gradient_checkpointing: the library does not offer it for this student; set it false"
+            )
+        self._pictures = pictures = open_pictures(recipe.data)
+        origin = f"data.path: {recipe.data.path}" if recipe.data.path else f"data.kind: {recipe.data.kind}"
+        numbers = class_numbers(pictures.class_names, self._files.labels, origin)
+        trained_on, held_out = split_held_out(pictures.classes, recipe.data.held_out)
+        augmentation = Augmentation(recipe.data.augmentation, recipe.data.crop_scale)
+
+        def some(places: Sequence[int], how: Augmentation, seed: int) -> PictureData:
+            return PictureData(pictures, places, numbers, self._processor, how, seed)
+
+        self._data = some(trained_on[: recipe.data.max_samples], augmentation, recipe.seed)
+        self._held_out = some(held_out, Augmentation("none", 1.0), recipe.seed)
+        self._teachers_data = some(
+            trained_on,
+            Augmentation(recipe.teacher_training.augmentation, recipe.data.crop_scale),
+            recipe.teacher_training.seed,
+        )
+        digest = digest_of([list(pictures.names), list(pictures.classes), recipe.data.held_out])
+        self._stage = Stage("teacher", self._teachers_key(digest), recipe.stages_dir)
+        self.network = ClassifierNetwork(
+            self._files.config, self._files.structure, self._files.source, self._weight_files
+        )
+        self.num_samples, self.data_digest = len(self._data), digest
+        if not self.num_samples:
+            raise UserError(
+                f"{origin} leaves nothing to train on with data.held_out {recipe.data.held_out:g}; lower it"
+            )
+        self._feature_names = tuple(f"{FEATURES}{number}" for number in self._losses.features.teacher_blocks)
+
+    @property
+    def needs_live_teacher(self) -> bool:
+        return self._losses.distillation.alpha > 0 or self._losses.features.weight > 0
+
+    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        if self._plan.depends_on_the_split:
+            accelerator.print(
+                "note: student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run "
+                "split in another way is another run; frozen and group do not"
+            )
+        rates = [layer.p for layer in self._plan.skeleton().modules() if isinstance(layer, nn.Dropout)]
+        if any(rates):
+            accelerator.print(f"note: the student has dropout ({max(rates):g}), which is drawn anew under every split")
+        if self._trains_teacher:
+            was_there = self._stage.is_complete
+            self._stage.make_once(
+                accelerator.is_main_process, lambda: accelerator.print(self._train_teacher(accelerator))
+            )
+            if was_there:
+                accelerator.print(f"reusing {self._stage.folder}")
+        return False
+
+    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> PictureData:
+        return self._data
+
+    def num_trained_parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
+
+    def student_skeleton(self) -> DistilledClassifier:
+        with torch.device("meta"):
+            return self._with_projections(self._plan.skeleton())
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        return self._plan.structure.block_classes
+
+    def build_student(self) -> DistilledClassifier:
+        files = self._weight_files_of_module() if self._recipe.student.from_teacher else []
+        return self._with_projections(build_model(self._plan, self._files, files, self._recipe.seed))
+
+    def student_parameters(self, trained: nn.Module) -> int:
+        assert isinstance(trained, DistilledClassifier)
+        return sum(parameter.numel() for parameter in trained.model.parameters())
+
+    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+        assert isinstance(trained, DistilledClassifier)
+        trained.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def collate(self, samples: Sequence[Any]) -> PictureBatch:
+        return collate(samples)
+
+    def to_device(self, batch: PictureBatch, device: torch.device) -> PictureBatch:
+        moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))
+        if not self._recipe.task.channels_last:
+            return moved
+        # The labels have no channels.
+        return PictureBatch(moved.sample_ids, moved.pixels.to(memory_format=torch.channels_last), moved.labels)
+
+    def request(self, batch: PictureBatch) -> Request:
+        return Request(batch.sample_ids, {"pixels": batch.pixels}, self.wanted)
+
+    @property
+    def has_draws(self) -> bool:
+        return self._recipe.data.augmentation != "none"
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        return (LOGITS, *self._feature_names)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        del dtype
+        data = self._recipe.data
+        changes = {"augmentation": data.augmentation, "crop_scale": data.crop_scale if self.has_draws else None}
+        pictures = digest_of(self._pictures.versions())
+        return {
+            **changes,
+            "config": self._files.config.to_diff_dict(),
+            "processor": self._processor.describe(),
+            "pictures": pictures,
+        }
+
+    def sample_ids(self, batch: PictureBatch) -> tuple[int, ...]:
+        return batch.sample_ids
+
+    def count(self, batch: PictureBatch) -> int:
+        return len(batch.sample_ids)
+
+    def tokens(self, batch: PictureBatch) -> int:
+        """Positions that the student's blocks see: of a network with stages, those of its first."""
+        shapes = self._plan.structure.block_shapes
+        if not shapes:
+            return len(batch.sample_ids)
+        positions = shapes[0][1:] if len(shapes[0]) == 3 else shapes[0][:1]
+        return len(batch.sample_ids) * torch.Size(positions).numel()
+
+    def student_inputs(
+        self, batch: PictureBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
+    ) -> Mapping[str, Any]:
+        del teacher_outputs
+        return {"pixels": batch.pixels.to(dtype)}
+
+    def loss(
+        self, student_outputs: tuple[Tensor, list[Tensor]], teacher_outputs: Outputs | None, batch: PictureBatch
+    ) -> LossSum:
+        logits, features = student_outputs
+        losses, terms = self._losses, {}
+        alpha, temperature = losses.distillation.alpha, losses.distillation.temperature
+        terms["labels"] = cross_entropy(logits, batch.labels).sum()
+        total = (1 - alpha) * terms["labels"]
+        if alpha:
+            assert teacher_outputs is not None
+            terms["distillation"] = tempered_divergence(logits, teacher_outputs[LOGITS], temperature).sum()
+            total = total + alpha * terms["distillation"]
+        if losses.features.weight:
+            assert teacher_outputs is not None
+            pairs = zip(features, self._feature_names, strict=True)
+            terms["features"] = sum(  # type: ignore[assignment]
+                mean_squared_error(ours, teacher_outputs[name]).sum() for ours, name in pairs
+            ) / len(self._feature_names)
+            total = total + losses.features.weight * terms["features"]
+        return LossSum(total, {name: term.detach() for name, term in terms.items()})
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        save_student(self._plan, state, self._processor, folder)
+
+    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
+        count = min(MAX_SAMPLES, len(self._held_out))
+        if not count:
+            return
+        batch = self.to_device(collate([self._held_out[0, number] for number in range(count)]), accelerator.device)
+        predictions: dict[str, list[int]] = {}
+        if teacher is not None:
+            # Every rank asks: some placements communicate.
+            predictions["teacher"] = ask_teacher(teacher, batch.pixels, batch.sample_ids).argmax(-1).tolist()
+        if accelerator.is_main_process:
+            student = load_student(run_dir, self._plan, accelerator.device)
+            with torch.no_grad():
+                predictions["student"] = student(pixel_values=batch.pixels).logits.argmax(-1).tolist()
+            pictures = [self._held_out.picture(number) for number in range(count)]
+            grid = prediction_grid(pictures, self._files.labels, batch.labels.tolist(), predictions)
+            grid.save(run_dir / "samples.png")
+
+    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        options, held_out = self._recipe.evaluation, len(self._held_out)
+        if not held_out:
+            raise UserError("data.held_out is 0, so there is nothing to evaluate on; train with some pictures held out")
+        student = load_student(run_dir, self._plan, device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        count = min(options.num_samples or held_out, held_out)
+        report = compare(teacher, student, self._held_out, count, options.batch_size, self._placing(device))
+        teacher.close()
+        ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
+        return report | {
+            "student_params": ours,
+            "teacher_params": theirs,
+            "size_ratio": theirs / ours,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "teacher_dtype": str(dtype).removeprefix("torch."),
+        }
+
+    def missed_gate(self, report: Mapping[str, Any]) -> str | None:
+        gate, reached = self._recipe.evaluation.min_accuracy_ratio, report.get("accuracy_ratio")
+        if gate is None or (reached is not None and reached >= gate):
+            return None
+        return (
+            f"the student reaches {reached or 0:.1%} of the teacher's held-out accuracy, below the gate of {gate:.1%}"
+        )
+
+    def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        """What both take these picture files for; `seed` changes nothing, since nothing is drawn."""
+        del seed
+        pictures = [self._read(Path(prompt)) for prompt in prompts]
+        pixels = self._placing(device)(
+            torch.stack([torch.from_numpy(self._processor(picture)) for picture in pictures])
+        )
+        student = load_student(run_dir, self._plan, device)
+        teacher = open_alone(
+            self.network, self._recipe.teacher, teacher_dtype(self._recipe.teacher.dtype, device), device
+        )
+        predictions = {"teacher": ask_teacher(teacher, pixels, range(len(pictures))).argmax(-1).tolist()}
+        teacher.close()
+        with torch.no_grad():
+            predictions["student"] = student(pixel_values=pixels).logits.argmax(-1).tolist()
+        prediction_grid(pictures, self._files.labels, [None] * len(pictures), predictions).save(output)
+
+    def _read(self, file: Path) -> Any:
+        if file.suffix.lower() not in SUFFIXES:
+            raise UserError(
+                f"--prompts {file}: task classification takes picture files ({', '.join(sorted(SUFFIXES))})"
+            )
+        try:
+            with Image.open(file) as image:
+                return as_picture(image, self._processor.num_channels)
+        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            raise UserError(f"--prompts {file}: is not a readable image ({error}); give another") from error
+
+    def _placing(self, device: torch.device) -> Any:
+        memory = torch.channels_last if self._recipe.task.channels_last else torch.contiguous_format
+        return lambda pixels: pixels.to(device).contiguous(memory_format=memory)
+
+    def _check_losses(self) -> None:
+        features = self._losses.features
+        if features.weight:
+            ours, theirs = self._plan.structure, self._files.structure
+            check_features(ours, theirs, features.student_blocks, features.teacher_blocks)
+
+    def _with_projections(self, model: nn.Module) -> DistilledClassifier:
+        features, ours, theirs = self._losses.features, self._plan.structure, self._files.structure
+        pairs = zip(features.student_blocks, features.teacher_blocks, strict=True) if features.weight else ()
+        blocks = [(ours.block_names[a], ours.block_shapes[a], theirs.block_shapes[b]) for a, b in pairs]
+        return DistilledClassifier(model, blocks, self._recipe.seed)
+
+    def _teachers_key(self, data_digest: str) -> dict[str, Any]:
+        return {
+            "config": self._files.config.to_diff_dict(),
+            "processor": self._processor.describe(),
+            "training": self._recipe.teacher_training.model_dump(mode="json"),
+            "data": data_digest,
+            "crop_scale": self._recipe.data.crop_scale,
+        }
+
+    def _train_teacher(self, accelerator: Accelerator) -> str:
+        options = self._recipe.teacher_training
+        return train_teacher(
+            self._stage, self._files, self._processor, options, self._teachers_data, accelerator.device
+        )
+
+    def _weight_files_of_module(self) -> list[Path]:
+        return self.network.weight_files(self.network.module_names[0])
+
+    def _weight_files(self, names: set[str]) -> list[Path]:
+        """The teacher's safetensors files with tensors of these names."""
+        if not self._trains_teacher:
+            return converted_files(self._files, names, self._recipe.stages_dir)
+        if not self._stage.is_complete:
+            raise UserError(f"{self._stage.folder}: the trained teacher is not there; train the run again")
+        return stored_files(self._stage.folder)
+
+
+def _num_channels(config: PretrainedConfig) -> int:
+    """One or three, of the pictures; three where the model's config does not say."""
+    return int(config.to_dict().get("num_channels", 3))

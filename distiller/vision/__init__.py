@@ -1,0 +1,1 @@
+"""Image classifiers of the `transformers` library: teacher, student, pictures, loss and evaluation."""

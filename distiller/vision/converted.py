@@ -1,0 +1,53 @@
+"""Weight files whose tensors have the names of the module's, also where the library renames or merges what it reads.
+
+The hub holds classifiers under names that today's classes no longer use (ViT's `encoder.layer.0.attention.attention`),
+and `save_pretrained` writes those again. Placements read tensors one by one by the module's names, so such a model is
+read by the library once, and written under them.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import transformers
+
+from distiller.errors import UserError
+from distiller.stages import Stage
+from distiller.vision.files import ClassifierFiles, stored_files, stored_names
+from distiller.vision.library import read_model
+
+
+def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -> list[Path]:
+    """The files themselves where they hold these names, else a copy of them in a keyed folder, made once.
+
+    Does not communicate: of processes that want the same copy, one makes it and the others wait for its lock.
+
+    Raises:
+        UserError: the library finds weights missing, or some that the model of config.json does not have.
+    """
+    stored = files.weight_files()
+    if stored_names(stored) == names:
+        return stored
+    stage = Stage("weights", {"files": files.digest(), "transformers": transformers.__version__}, stages_dir)
+    stage.make_once(is_maker=True, make=lambda: _convert(files, stage))
+    return stored_files(stage.folder)
+
+
+def _convert(files: ClassifierFiles, stage: Stage) -> None:
+    # First on the meta device, where nothing is read.
+    _, report = read_model(files.root, files.config, device_map="meta")
+    for kind, what in (
+        ("missing_keys", "lack"),
+        ("unexpected_keys", "hold, unknown to the model,"),
+        ("mismatched_keys", "have in another shape"),
+    ):
+        if report[kind]:
+            name = str(sorted(report[kind], key=str)[0])
+            raise UserError(
+                f"{files.source}: its weights {what} {name}; give the weights that belong to its config.json"
+            )
+    model, _ = read_model(files.root, files.config, dtype="auto")
+    shutil.rmtree(stage.partial, ignore_errors=True)
+    model.save_pretrained(stage.partial, save_original_format=False)
+    stage.finish()

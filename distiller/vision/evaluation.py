@@ -1,0 +1,112 @@
+"""A trained classifier against its teacher, on pictures that neither of the recipe's trainings saw."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from distiller.picture import labelled_grid
+from distiller.teachers.base import Request, Teacher
+from distiller.vision.files import Picture
+from distiller.vision.network import LOGITS
+from distiller.vision.samples import PictureData, collate
+
+MIN_TIMED_S = 0.5
+
+
+def compare(
+    teacher: Teacher,
+    student: nn.Module,
+    data: PictureData,
+    count: int,
+    batch_size: int,
+    prepare: Callable[[Tensor], Tensor],
+) -> dict[str, Any]:
+    """Accuracy of both, how often they agree, and how fast they are.
+
+    Args:
+        count: of the data, the first so many.
+        prepare: brings pixels to where and as the networks take them.
+
+    Returns:
+        JSON-ready figures; `agreement` is the share of pictures that both give the same class, right or wrong, and
+        throughputs are forward passes of the largest batch.
+    """
+    hits: dict[str, int] = {"teacher": 0, "student": 0}
+    agreed, largest = 0, torch.empty(0)
+    for first in range(0, count, batch_size):
+        batch = collate([data[0, number] for number in range(first, min(first + batch_size, count))])
+        pixels = prepare(batch.pixels)
+        theirs = ask_teacher(teacher, pixels, batch.sample_ids).argmax(-1).cpu()
+        with torch.no_grad():
+            ours = student(pixel_values=pixels).logits.argmax(-1).cpu()
+        hits["teacher"] += int((theirs == batch.labels).sum())
+        hits["student"] += int((ours == batch.labels).sum())
+        agreed += int((theirs == ours).sum())
+        largest = pixels if len(pixels) > len(largest) else largest
+    ids = tuple(range(len(largest)))
+    teacher_speed = _pictures_per_s(lambda: ask_teacher(teacher, largest, ids), largest)
+    with torch.no_grad():
+        student_speed = _pictures_per_s(lambda: student(pixel_values=largest), largest)
+    accuracies = {name: number / count for name, number in hits.items()}
+    return {
+        "num_samples": count,
+        "student_accuracy": accuracies["student"],
+        "teacher_accuracy": accuracies["teacher"],
+        "accuracy_ratio": accuracies["student"] / accuracies["teacher"] if accuracies["teacher"] else None,
+        "agreement": agreed / count,
+        "student_samples_per_s": student_speed,
+        "teacher_samples_per_s": teacher_speed,
+        "speed_ratio": student_speed / teacher_speed,
+        "batch_size": len(largest),
+    }
+
+
+def ask_teacher(teacher: Teacher, pixels: Tensor, sample_ids: Sequence[int]) -> Tensor:
+    """The teacher's logits [B, classes]; may communicate, as its placement does."""
+    return teacher.predict([Request(tuple(sample_ids), {"pixels": pixels}, (LOGITS,))])[0][LOGITS]
+
+
+def prediction_grid(
+    pictures: Sequence[Picture],
+    names: Sequence[str],
+    truths: Sequence[int | None],
+    predictions: dict[str, Sequence[int]],
+) -> Image.Image:
+    """Pictures under what they are and what each network (by name) takes them for; `names` are the classes'."""
+    titles = []
+    for place, truth in enumerate(truths):
+        said = [f"{who}: {names[numbers[place]]}" for who, numbers in predictions.items()]
+        titles.append("; ".join([names[truth], *said] if truth is not None else said))
+    side = max(max(picture.shape[:2]) for picture in pictures)
+    return labelled_grid({"picture": [_square(picture, side) for picture in pictures]}, titles)
+
+
+def _square(picture: Picture, side: int) -> np.ndarray:
+    """On a white square, with three channels: one grid holds pictures of any size."""
+    canvas = np.full((side, side, 3), 255, np.uint8)
+    height, width = picture.shape[:2]
+    top, left = (side - height) // 2, (side - width) // 2
+    canvas[top : top + height, left : left + width] = picture
+    return canvas
+
+
+def _pictures_per_s(call: Callable[[], Any], pixels: Tensor) -> float:
+    """By the median of some passes, after one to warm up."""
+    call()
+    times: list[float] = []
+    while len(times) < 5 or sum(times) < MIN_TIMED_S:
+        if pixels.is_cuda:
+            torch.cuda.synchronize(pixels.device)
+        started = time.perf_counter()
+        call()
+        if pixels.is_cuda:
+            torch.cuda.synchronize(pixels.device)
+        times.append(time.perf_counter() - started)
+    return len(pixels) / float(np.median(times))

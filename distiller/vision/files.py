@@ -1,0 +1,235 @@
+"""A saved image classifier of the `transformers` library: what it is, before any weight is read; then its weights."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from huggingface_hub import constants, snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
+
+from distiller.errors import UserError
+from distiller.resources import local_path
+from distiller.stages import digest_files
+from distiller.vision.structure import Structure, inspect_model
+
+Picture = np.ndarray
+"""uint8 [H, W, C], C as the model has it."""
+
+
+@dataclass(frozen=True)
+class ClassifierFiles:
+    """A classifier's descriptions (JSON only). `root` holds config.json.
+
+    Attributes:
+        source: as given in the recipe, for messages.
+        repository: hub id and revision; None of a folder.
+        labels: the name of each class, by its number.
+        structure: of the model of this config.
+    """
+
+    source: str
+    root: Path
+    repository: tuple[str, str | None] | None
+    config: PretrainedConfig
+    structure: Structure
+    labels: tuple[str, ...]
+
+    def fetch(self) -> Path:
+        """Makes the weights present (downloads them from a hub) and returns the folder. Reads headers only.
+
+        Raises:
+            UserError: there are none in safetensors, or one of the files is not whole.
+        """
+        if self.repository is not None:
+            download(*self.repository, ["*.safetensors", "*.json"])
+        check_weights(self.root, self.source)
+        return self.root
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files, as they lie there."""
+        return stored_files(self.fetch())
+
+    def digest(self) -> str:
+        """The content digest of the weights and the config."""
+        return digest_files([*self.weight_files(), self.root / "config.json"])
+
+
+def find_folder(path: str, revision: str | None, subfolder: str | None, key: str) -> tuple[Path, str | None]:
+    """The folder that a path or hub id means, with its JSON files present, and the hub id if it is one. UserError."""
+    folder, repository = local_path(path), None
+    if not os.path.exists(folder):
+        if len(parts := path.split("/")) != 2 or not all(parts) or path.startswith((".", "~")):
+            raise UserError(f"{key}: {path} is neither a folder nor a hub id (owner/name)")
+        folder, repository = download(path, revision, ["*.json"], key), path
+    elif not folder.is_dir():
+        raise UserError(f"{key}: {path} is a file; give the folder that holds config.json")
+    elif revision is not None:
+        raise UserError(f"teacher.revision is {revision} and teacher.path {path} a folder; remove it")
+    return folder / subfolder if subfolder else folder, repository
+
+
+def read_config(file: Path, origin: str) -> PretrainedConfig:
+    """The config of a classifier. Raises UserError where the file is missing, no JSON, or of another kind of model."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"{origin}: {file.name} does not exist; give a saved model of the transformers library"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{origin}: {file.name} is not readable JSON ({error})") from error
+    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+        raise UserError(f"{origin}: {file.name} has no model_type, so it is not a model's config of transformers")
+    if content.get("quantization_config"):
+        raise UserError(f"{origin}: {file.name} is of a quantised model; give the plain one")
+    named = content.get("architectures") or []
+    if named and not any("ForImageClassification" in str(name) for name in named):
+        raise UserError(
+            f"{origin}: {file.name} describes {named[0]}; task classification needs ...ForImageClassification"
+        )
+    try:
+        return AutoConfig.for_model(**content)
+    except Exception as error:
+        # Each config class checks its values in its own way.
+        raise UserError(f"{origin}: transformers cannot read {file.name} ({_line(error)}); correct it") from error
+
+
+def inspect_config(config: PretrainedConfig, picture_shape: tuple[int, int, int], origin: str) -> Structure:
+    """What the model of a config is made of. Raises UserError where it does not take such pictures."""
+    try:
+        return inspect_model(config, picture_shape)
+    except Exception as error:
+        # The library raises whatever its layers do.
+        shape = " x ".join(map(str, picture_shape))
+        raise UserError(
+            f"{origin}: the model of its config does not run on pictures of {shape} ({_line(error)})"
+        ) from error
+
+
+def find_classifier(path: str, revision: str | None, subfolder: str | None, processor: Processor) -> ClassifierFiles:
+    """Finds and checks the teacher, reading JSON files only. Raises UserError in one line."""
+    root, repository = find_folder(path, revision, subfolder, "teacher.path")
+    origin = f"teacher.path: {path}"
+    config = read_config(root / "config.json", origin)
+    structure = inspect_config(config, processor.shape, origin)
+    return ClassifierFiles(
+        source=origin,
+        root=root,
+        repository=None if repository is None else (repository, revision),
+        config=config,
+        structure=structure,
+        labels=labels_of(config, structure.num_logits, origin),
+    )
+
+
+def labels_of(config: PretrainedConfig, num_logits: int, origin: str) -> tuple[str, ...]:
+    """The names of the classes in the order of the logits. Raises UserError where id2label does not name them all."""
+    names: Mapping[int, str] = {int(number): str(name) for number, name in (config.id2label or {}).items()}
+    if sorted(names) != list(range(num_logits)):
+        raise UserError(
+            f"{origin}: id2label names {len(names)} classes and the model has {num_logits}; correct config.json"
+        )
+    return tuple(names[number] for number in range(num_logits))
+
+
+class Processor:
+    """The model's own way from a picture to its input: size, crop, scale and normalisation, by its processor's config.
+
+    Computed with PIL and numpy on the CPU: the same numbers everywhere, whether or not torchvision is there.
+    """
+
+    def __init__(self, root: Path, num_channels: int, origin: str) -> None:
+        """Raises UserError where the folder describes no processor, or one whose outputs differ in size."""
+        if not (root / "preprocessor_config.json").is_file():
+            raise UserError(f"{origin} has no preprocessor_config.json, which says how pictures are scaled; add it")
+        try:
+            self._processor = AutoImageProcessor.from_pretrained(root, backend="pil", local_files_only=True)
+            shapes = {
+                self(np.zeros((*size, num_channels), np.uint8)).shape for size in ((64, 64), (48, 96), (300, 200))
+            }
+        except Exception as error:
+            # It raises whatever it raises.
+            raise UserError(f"{origin}: its preprocessor_config.json cannot be used ({_line(error)})") from error
+        if len(shapes) > 1:
+            raise UserError(
+                f"{origin}: its preprocessor_config.json makes inputs of several sizes ({sorted(shapes)}), which no "
+                "batch can hold; set do_center_crop, or a size with height and width"
+            )
+        channels, height, width = shapes.pop()
+        self.shape = (channels, height, width)
+        self.num_channels = num_channels
+
+    def __call__(self, picture: Picture) -> np.ndarray:
+        """uint8 [H, W, C] -> the model's input, float32 [C, H', W']."""
+        values = self._processor(images=picture, input_data_format="channels_last", return_tensors="np")
+        return np.asarray(values["pixel_values"][0], dtype=np.float32)
+
+    def describe(self) -> dict[str, Any]:
+        """Its settings, for keys and digests."""
+        return self._processor.to_dict()
+
+    def save(self, folder: Path) -> None:
+        """Writes preprocessor_config.json."""
+        self._processor.save_pretrained(folder)
+
+
+def stored_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved model: those that its index names, or its only one."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    return [folder / "model.safetensors"]
+
+
+def stored_names(files: list[Path]) -> set[str]:
+    """The names of the tensors in safetensors files, from their headers."""
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            names |= set(stored.keys())
+    return names
+
+
+def check_weights(folder: Path, origin: str) -> None:
+    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
+    try:
+        files = stored_files(folder)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{origin}: model.safetensors.index.json is not readable JSON with a weight_map") from error
+    for file in files:
+        if not file.is_file():
+            raise UserError(
+                f"{origin}: holds no {file.name} (other formats are not read); save the model with safetensors, or "
+                "set teacher_training.max_steps to train it first"
+            )
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{origin}: {file.name} is not a complete safetensors file ({error}); copy it again"
+            ) from error
+
+
+def download(name: str, revision: str | None, patterns: list[str], key: str = "teacher.path") -> Path:
+    """Downloads what matches; every failure is one line that names the id and the way to work offline."""
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    except Exception as error:
+        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
+        why = "offline mode is on and it is not in the local cache" if constants.HF_HUB_OFFLINE else _line(error)
+        raise UserError(
+            f"{key}: {name} is no folder here and cannot be fetched ({why}); log in with `hf auth login` if it is "
+            "private; to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
+        ) from error
+
+
+def _line(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,265 @@
+"""The student classifier: from a config, a folder, or the teacher's own layers; and what is trained beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from transformers import AutoConfig, PretrainedConfig
+
+from distiller.capture import capture_outputs
+from distiller.classification_config import ClassificationStudent
+from distiller.depth import evenly_spaced
+from distiller.errors import UserError
+from distiller.resources import local_path
+from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
+from distiller.vision.files import (
+    ClassifierFiles,
+    Processor,
+    check_weights,
+    inspect_config,
+    labels_of,
+    read_config,
+    stored_files,
+)
+from distiller.vision.group_norm_export import save_group_norm
+from distiller.vision.library import new_model, read_model
+from distiller.vision.structure import Structure, first_tensor
+
+
+@dataclass(frozen=True)
+class StudentPlan:
+    """What the student is, from descriptions alone: a config, what it is made of, and where its first weights are."""
+
+    options: ClassificationStudent
+    config: PretrainedConfig
+    structure: Structure
+
+    def skeleton(self) -> nn.Module:
+        """The model on the meta device, with the norms that it is trained with."""
+        with init_empty_weights(include_buffers=True):
+            model = new_model(self.config)
+        replace_batch_norm(model, self.options.batch_norm)
+        return model
+
+    @property
+    def depends_on_the_split(self) -> bool:
+        """Whether it has BatchNorm layers that see a whole micro-batch."""
+        return self.options.batch_norm == "batch" and has_batch_norm(self.skeleton())
+
+
+def plan_student(options: ClassificationStudent, files: ClassifierFiles, processor: Processor) -> StudentPlan:
+    """The student's config, checked against the teacher's. Reads no weights. Raises UserError where they do not fit."""
+    if options.from_teacher:
+        config, origin = _shallower(options, files), "student"
+    elif options.config is not None:
+        file, origin = local_path(options.config), f"student.config: {options.config}"
+        config = read_config(file, origin)
+    else:
+        folder, origin = local_path(options.path or ""), f"student.path: {options.path}"
+        if not os.path.isdir(folder):
+            raise UserError(f"{origin} is not a folder; give a saved model's")
+        config = read_config(folder / "config.json", origin)
+        check_weights(folder, origin)
+    structure = inspect_config(config, processor.shape, origin)
+    if structure.num_logits != files.structure.num_logits:
+        raise UserError(
+            f"{origin}: the student has {structure.num_logits} classes and the teacher {files.structure.num_logits}; "
+            "they must be equal"
+        )
+    theirs = labels_of(config, structure.num_logits, origin)
+    if theirs != files.labels and any(not name.startswith("LABEL_") for name in theirs):
+        number = next(i for i, pair in enumerate(zip(theirs, files.labels, strict=True)) if pair[0] != pair[1])
+        raise UserError(
+            f"{origin}: class {number} is {theirs[number]!r} and the teacher's {files.labels[number]!r}; the order of "
+            "id2label must be equal"
+        )
+    config.id2label = dict(enumerate(files.labels))
+    config.label2id = {name: number for number, name in enumerate(files.labels)}
+    return StudentPlan(options, config, structure)
+
+
+def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequence[Path], seed: int) -> nn.Module:
+    """Builds the student on the CPU in float32, in training mode, the same on every rank and under every engine.
+
+    New weights are drawn in a forked random state from `seed`; the global state is left as it was.
+
+    Args:
+        teacher_files: the teacher's tensors under the names of its module; read where its layers are taken.
+    """
+    options = plan.options
+    if options.path is not None:
+        model = load_model(local_path(options.path), plan.config)
+    else:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            model = new_model(plan.config)
+        if options.from_teacher:
+            copy_layers(model, plan.structure, files.structure, teacher_files)
+    replace_batch_norm(model, options.batch_norm)
+    # The library loads in eval mode and builds in training mode.
+    return model.float().train()
+
+
+def load_model(folder: Path, config: PretrainedConfig) -> nn.Module:
+    """A saved classifier in float32. Raises UserError where its weights are not those of its config."""
+    try:
+        model, report = read_model(folder, config, dtype=torch.float32)
+    except (OSError, RuntimeError, ValueError, SafetensorError) as error:
+        raise UserError(f"{folder}: is damaged ({' '.join(str(error).split())}); copy it again") from error
+    wrong = sorted(
+        str(name) for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for name in report[kind]
+    )
+    if wrong:
+        raise UserError(f"{folder}: its weights are not those of its config.json ({wrong[0]}); give another folder")
+    return model
+
+
+def copy_layers(model: nn.Module, ours: Structure, theirs: Structure, files: Sequence[Path]) -> None:
+    """Fills the student with the teacher's weights: all that is in no layer, and evenly spaced layers of each stage."""
+    source_of = {}
+    for prefix, names in _stages(ours).items():
+        available = _stages(theirs)[prefix]
+        kept = evenly_spaced(len(names), len(available))
+        source_of |= {name: available[number] for name, number in zip(names, kept, strict=True)}
+    opened = [safe_open(file, framework="pt") for file in files]
+    owner = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    with torch.no_grad():
+        for name, target in model.state_dict(keep_vars=True).items():
+            block = next((block for block in source_of if name.startswith(f"{block}.")), None)
+            source = name if block is None else source_of[block] + name.removeprefix(block)
+            if source in owner:
+                target.copy_(owner[source].get_tensor(source))
+
+
+def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Processor, folder: Path) -> None:
+    """Writes the model in the library's own format, with its processor, from the trained module's full state."""
+    model = new_model(plan.config)
+    changes_norms = plan.options.batch_norm == "group" and has_batch_norm(model)
+    replace_batch_norm(model, plan.options.batch_norm)
+    ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    model.load_state_dict(ours, strict=True)
+    if changes_norms:
+        save_group_norm(model, folder)
+    else:
+        model.save_pretrained(folder)
+    processor.save(folder)
+    for file in folder.iterdir():
+        # safetensors creates its files for the owner only.
+        os.chmod(file, 0o644)
+
+
+def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.Module:
+    """The exported student of a run, in float32 and eval mode. Raises UserError when the run has none."""
+    folder = run_dir / "student"
+    if not (folder / "config.json").is_file():
+        raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
+    if plan.options.batch_norm == "group" and has_batch_norm(new_model(plan.config)):
+        with torch.device("meta"):
+            model = new_model(plan.config)
+        replace_batch_norm(model, "group")
+        state: dict[str, Tensor] = {}
+        try:
+            for file in stored_files(folder):
+                with safe_open(file, framework="pt") as stored:
+                    state |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+            model.load_state_dict(state, strict=True, assign=True)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
+    else:
+        model = load_model(folder, plan.config)
+    return model.eval().requires_grad_(False).to(device)
+
+
+class DistilledClassifier(nn.Module):
+    """What is trained: the student model and, for feature matching, projections into the teacher's widths.
+
+    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
+    """
+
+    def __init__(
+        self, model: nn.Module, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
+    ) -> None:
+        """`blocks`: of each matched one its name, what it gives for one picture, and what the teacher's gives."""
+        super().__init__()
+        self.model = model
+        self.feature_blocks = tuple(name for name, _, _ in blocks)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            self.projections = nn.ModuleList(_projection(ours, theirs) for _, ours, theirs in blocks)
+
+    def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Logits [B, classes] of pixels [B, C, H, W], and of each matched block a feature shaped as the teacher's."""
+        blocks = [(name, self.model.get_submodule(name)) for name in self.feature_blocks]
+        with capture_outputs(blocks) as captured:
+            logits = self.model(pixel_values=pixels).logits
+        # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
+        features = [self.projections[i](first_tensor(captured[name])) for i, name in enumerate(self.feature_blocks)]
+        return logits, features
+
+
+def check_features(ours: Structure, theirs: Structure, student: Sequence[int], teacher: Sequence[int]) -> None:
+    """Matched blocks exist, and give as many positions as each other. Raises UserError."""
+    for key, numbers, structure in (("student_blocks", student, ours), ("teacher_blocks", teacher, theirs)):
+        for number in numbers:
+            if number >= (count := len(structure.block_names)):
+                raise UserError(
+                    f"task.losses.features.{key} names block {number}; there are {count}"
+                    + (f", numbered from 0 to {count - 1}" if count else "; set the weight to 0")
+                )
+    for mine, other in zip(student, teacher, strict=True):
+        a, b = ours.block_shapes[mine], theirs.block_shapes[other]
+        if len(a) != len(b) or _positions(a) != _positions(b):
+            raise UserError(
+                f"task.losses.features: block {mine} of the student gives {list(a)} for a picture and block {other} of "
+                f"the teacher {list(b)}; match blocks with as many positions, or set the weight to 0"
+            )
+
+
+def _positions(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """(H, W) of a map, (tokens,) of a sequence."""
+    return shape[1:] if len(shape) == 3 else shape[:1]
+
+
+def _projection(ours: tuple[int, ...], theirs: tuple[int, ...]) -> nn.Module:
+    if len(ours) == 3:
+        return nn.Conv2d(ours[0], theirs[0], 1, bias=False)
+    return nn.Linear(ours[-1], theirs[-1], bias=False)
+
+
+def _shallower(options: ClassificationStudent, files: ClassifierFiles) -> PretrainedConfig:
+    """The teacher's config with fewer layers."""
+    values = files.config.to_dict()
+    if options.depths is not None:
+        theirs = values.get("depths")
+        if not isinstance(theirs, list | tuple) or len(theirs) != len(options.depths):
+            have = f"{len(theirs)} stages" if isinstance(theirs, list | tuple) else "no stages; give student.num_layers"
+            raise UserError(f"student.depths has {len(options.depths)} numbers and the teacher {have}")
+        for wanted, there in zip(options.depths, theirs, strict=True):
+            if wanted > there:
+                raise UserError(
+                    f"student.depths is {list(options.depths)} and the teacher's layers {list(theirs)}; lower it"
+                )
+        values["depths"] = list(options.depths)
+    else:
+        theirs = values.get("num_hidden_layers")
+        if not isinstance(theirs, int) or "depths" in values:
+            raise UserError("student.num_layers: the teacher's layers are in stages; give student.depths")
+        if (wanted := options.num_layers or 0) > theirs:
+            raise UserError(f"student.num_layers is {wanted} and the teacher has only {theirs}; lower it")
+        values["num_hidden_layers"] = wanted
+    return AutoConfig.for_model(**values)
+
+
+def _stages(structure: Structure) -> dict[str, list[str]]:
+    """Names of the layers by the list that they are in."""
+    stages: dict[str, list[str]] = {}
+    for name in structure.block_names:
+        stages.setdefault(name.rpartition(".")[0], []).append(name)
+    return stages

@@ -1,0 +1,415 @@
+"""Classifiers: structure, weights under the module's names, the loss, norms, data, and whole runs in one process."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoImageProcessor, AutoModelForImageClassification, PoolFormerConfig
+
+from distiller import commands
+from distiller.checkpoint.reading import CheckpointReader
+from distiller.classification_config import ClassificationData
+from distiller.errors import UserError
+from distiller.recipe_file import dump, parse
+from distiller.tasks import open_task
+from distiller.teachers.base import Request
+from distiller.teachers.opening import open_teacher
+from distiller.vision.batch_norm import FrozenBatchNorm, num_groups, replace_batch_norm
+from distiller.vision.files import Processor
+from distiller.vision.labels import class_numbers
+from distiller.vision.objective import cross_entropy, tempered_divergence
+from distiller.vision.samples import Augmentation, split_held_out
+from distiller.vision.sources import open_pictures
+from distiller.vision.structure import inspect_model
+from tests import classifiers, toys
+from tests.toy_network import setup
+
+CONFIGS = {"resnet": classifiers.resnet_config, "vit": classifiers.vit_config}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory) -> Path:
+    return classifiers.save_pictures(tmp_path_factory.mktemp("pictures"))
+
+
+@pytest.fixture(scope="session")
+def teachers(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("classifiers")
+    return {name: classifiers.save_classifier(folder / name, make()) for name, make in CONFIGS.items()}
+
+
+@pytest.fixture
+def make_data(teachers, pictures, tmp_path):
+    def make(kind: str = "resnet", student: dict | None = None, **sections):
+        small = {"depths": [1, 1]} if kind == "resnet" else {"num_hidden_layers": 2}
+        config = CONFIGS[kind](**(small | (student or {})))
+        return classifiers.recipe(tmp_path, teachers[kind], pictures, config, **sections)
+
+    return make
+
+
+@pytest.fixture
+def fresh():
+    """Lets one test build several Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    return reset
+
+
+def run(data: dict) -> Path:
+    recipe = parse(data)
+    commands.train(recipe, resume=False)
+    return Path(recipe.output_dir)
+
+
+class TestStructure:
+    def test_layers_of_stages_and_of_a_list_are_blocks_in_their_order(self):
+        resnet = inspect_model(classifiers.resnet_config(), (3, 32, 32))
+        assert resnet.block_names == tuple(
+            f"resnet.encoder.stages.{stage}.layers.{layer}"
+            for stage, count in ((0, 2), (1, 3))
+            for layer in range(count)
+        )
+        assert resnet.block_classes == ("ResNetBasicLayer",)
+        assert resnet.block_shapes[0] == (8, 8, 8)
+        assert resnet.block_shapes[-1] == (16, 4, 4)
+        vit = inspect_model(classifiers.vit_config(), (3, 32, 32))
+        assert vit.block_names == tuple(f"vit.layers.{number}" for number in range(4))
+        assert set(vit.block_shapes) == {(17, 16)}
+        assert (vit.can_recompute, resnet.can_recompute) == (True, False)
+
+    def test_a_model_whose_layers_hide_is_one_unit(self):
+        assert inspect_model(PoolFormerConfig(), (3, 224, 224)).block_names == ()
+
+
+class TestTeacher:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("kind", CONFIGS)
+    def test_answers_are_the_library_s_also_where_it_renames_what_it_saves(self, make_data, teachers, kind, dtype):
+        task = open_task(parse(make_data(kind)))
+        teacher = open_teacher(task.network, setup(dtype))
+        pixels = torch.randn(5, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+        answers = teacher.predict([Request(tuple(range(5)), {"pixels": pixels}, ("logits", "features/1"))])[0]
+        plain = AutoModelForImageClassification.from_pretrained(teachers[kind], dtype=dtype)
+        kept = []
+        plain.get_submodule(task.network.block_names("classifier")[1]).register_forward_hook(
+            lambda module, args, output: kept.append(output)
+        )
+        with torch.no_grad():
+            torch.testing.assert_close(answers["logits"], plain(pixels.to(dtype)).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(answers["features/1"], kept[0], rtol=1e-5, atol=1e-5)
+        assert task.network.num_parameters() == sum(p.numel() for p in plain.parameters())
+
+    def test_weights_of_another_config_are_refused(self, make_data, tmp_path):
+        folder = classifiers.save_classifier(tmp_path / "mixed", classifiers.vit_config())
+        classifiers.vit_config(num_hidden_layers=5).save_pretrained(folder)
+        task = open_task(parse(make_data("vit", teacher={"path": str(folder)})))
+        with pytest.raises(UserError, match=r"its weights lack vit\.layers\.4"):
+            task.network.weight_files("classifier")
+
+
+class TestLoss:
+    @pytest.mark.parametrize("temperature", [0.05, 0.5, 1.0, 4.0, 10.0])
+    def test_values_and_gradients_are_those_of_float64(self, temperature):
+        generator = torch.Generator().manual_seed(0)
+        student, teacher = (8 * torch.randn(16, 10, generator=generator) for _ in range(2))
+
+        def reference(ours):
+            ours, theirs = (torch.log_softmax(x.double() / temperature, -1) for x in (ours, teacher))
+            return temperature**2 * (theirs.exp() * (theirs - ours)).sum(-1)
+
+        results = []
+        for function in (lambda x: tempered_divergence(x, teacher, temperature), reference):
+            logits = student.clone().requires_grad_()
+            values = function(logits)
+            values.sum().backward()
+            results.append((values.detach().double(), logits.grad.double()))
+        (ours, our_gradient), (theirs, their_gradient) = results
+        assert torch.isfinite(our_gradient).all()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * temperature**2)
+        torch.testing.assert_close(our_gradient, their_gradient, rtol=1e-5, atol=2e-6 * max(1.0, temperature))
+
+    def test_a_teacher_that_is_the_student_costs_nothing(self):
+        logits = torch.randn(4, 3, generator=torch.Generator().manual_seed(1)).bfloat16()
+        assert tempered_divergence(logits, logits, 4.0).abs().max() <= 1e-5
+        assert tempered_divergence(logits, logits, 4.0).dtype == torch.float32
+        expected = -torch.log_softmax(logits.double(), -1)[torch.arange(4), torch.tensor([0, 2, 1, 1])]
+        torch.testing.assert_close(
+            cross_entropy(logits, torch.tensor([0, 2, 1, 1])).double(), expected, rtol=1e-5, atol=1e-6
+        )
+
+    @pytest.mark.parametrize("alpha", [0.0, 0.3, 1.0])
+    def test_terms_are_weighted_and_summed_over_samples(self, make_data, alpha):
+        losses = {"distillation": {"alpha": alpha, "temperature": 2.0}}
+        task = open_task(parse(make_data(task={"kind": "classification", "losses": losses})))
+        batch = task.collate([task.run_stages(None, None)[0, number] for number in range(4)])
+        logits, answers = torch.randn(4, 3), {"logits": torch.randn(4, 3)}
+        loss = task.loss((logits, []), answers if alpha else None, batch)
+        expected = (1 - alpha) * loss.terms["labels"] + (alpha * loss.terms["distillation"] if alpha else 0)
+        torch.testing.assert_close(loss.total, torch.as_tensor(expected))
+        assert task.needs_live_teacher == (alpha > 0)
+
+
+class TestNorms:
+    def test_frozen_answers_as_eval_mode_and_trains_scale_and_shift(self):
+        plain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8))
+        plain[1].running_mean.normal_()
+        pixels = torch.randn(4, 3, 5, 5)
+        expected, names = plain.eval()(pixels), list(plain.state_dict())
+        replace_batch_norm(plain, "frozen")
+        assert isinstance(plain[1], FrozenBatchNorm)
+        ours = plain.train()(pixels)
+        torch.testing.assert_close(ours, expected)
+        ours.sum().backward()
+        assert plain[1].bias.grad is not None
+        assert list(plain.state_dict()) == names
+        assert int(plain[1].num_batches_tracked) == 0
+
+    def test_groups_divide_channels_and_hold_four_at_least(self):
+        assert [num_groups(count) for count in (3, 4, 8, 24, 36, 64, 128, 1024)] == [1, 1, 2, 6, 9, 16, 32, 32]
+
+
+class TestData:
+    def test_the_processor_s_numbers_are_the_library_s(self, teachers):
+        picture = np.random.default_rng(0).integers(0, 256, (50, 70, 3), dtype=np.uint8)
+        ours = Processor(teachers["vit"], 3, "teacher")(picture)
+        plain = AutoImageProcessor.from_pretrained(teachers["vit"], backend="pil")
+        assert np.array_equal(ours, plain(Image.fromarray(picture))["pixel_values"][0])
+
+    def test_augmentation_is_a_function_of_seed_epoch_and_sample(self):
+        picture = np.arange(40 * 60 * 3, dtype=np.uint32).reshape(40, 60, 3)
+        how = Augmentation("crop-flip", 0.5)
+        keys = [(seed, epoch, sample) for seed in (0, 1) for epoch in (0, 1) for sample in range(20)]
+        parts = {key: how.apply(picture, *key) for key in keys}
+        assert all(np.array_equal(how.apply(picture, *key), part) for key, part in parts.items())
+        # The whole picture may come twice.
+        assert len({part.tobytes() for part in parts.values()}) >= len(keys) - 4
+        areas = [part.shape[0] * part.shape[1] / (40 * 60) for part in parts.values()]
+        assert min(areas) > 0.45
+        assert max(areas) <= 1
+        assert {bool(part[0, 0, 0] > part[0, -1, 0]) for part in parts.values()} == {True, False}
+        flat = Augmentation("crop", 0.5)
+        assert all(flat.apply(picture, *key)[0, 0, 0] < flat.apply(picture, *key)[0, -1, 0] for key in keys)
+
+    def test_the_held_out_share_of_each_class_is_always_the_same(self):
+        classes = [0] * 10 + [1] * 20 + [2] * 5
+        trained, held_out = split_held_out(classes, 0.2)
+        assert [sum(classes[place] == number for place in held_out) for number in range(3)] == [2, 4, 1]
+        assert sorted([*trained, *held_out]) == list(range(35))
+        assert split_held_out(classes, 0.2) == (trained, held_out)
+
+    def test_classes_are_matched_by_name(self):
+        assert class_numbers(["owl", "cat"], classifiers.LABELS, "data") == [2, 0]
+        assert class_numbers(["a", "b"], ("LABEL_0", "LABEL_1"), "data") == [0, 1]
+        for names, labels, words in (
+            (["cow"], classifiers.LABELS, "'cow' is none of the teacher's"),
+            (["a"], ("LABEL_0", "LABEL_1"), "1 classes and the teacher 2"),
+            (["crane"], ("crane", "crane"), "2 of the teacher's"),
+        ):
+            with pytest.raises(UserError, match=words):
+                class_numbers(names, labels, "data")
+
+    def test_a_saved_data_set_holds_the_folder_s_pictures(self, pictures, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        loaded = datasets.load_dataset("imagefolder", data_dir=str(pictures), cache_dir=str(tmp_path / "cache"))
+        loaded.save_to_disk(str(tmp_path / "saved"))
+        ours = open_pictures(ClassificationData(kind="datasets", path=str(tmp_path / "saved")))
+        theirs = open_pictures(ClassificationData(path=str(pictures)))
+        assert ours.class_names == theirs.class_names
+        assert list(ours.classes) == list(theirs.classes)
+        assert all(np.array_equal(ours.read(i, 3), theirs.read(i, 3)) for i in range(len(ours.classes)))
+        for changes, words in (
+            ({"split": "x"}, "there are train"),
+            ({"image_column": "x"}, "there are image, label"),
+            ({"label_column": "image"}, "is no ClassLabel"),
+            ({"image_column": "label"}, "holds no images"),
+            ({"path": str(pictures)}, "save_to_disk"),
+        ):
+            with pytest.raises(UserError, match=words):
+                open_pictures(ClassificationData(**{"kind": "datasets", "path": str(tmp_path / "saved"), **changes}))
+
+
+class TestRuns:
+    def test_a_run_leaves_the_contract_s_files_and_is_evaluated(self, make_data, capsys):
+        data = make_data(train={"ema_decay": 0.9}, data={"augmentation": "crop-flip"})
+        folder = run(data)
+        assert "student.batch_norm is batch" in capsys.readouterr().out
+        assert {path.name for path in folder.iterdir()} == {
+            "checkpoints", "metrics.jsonl", "recipe.yaml", "samples.png", "student", "summary.json",
+        }  # fmt: skip
+        line = toys.read_metrics(folder)[0]
+        assert line["loss"] == pytest.approx(0.5 * line["loss/labels"] + 0.5 * line["loss/distillation"], rel=1e-6)
+        student = AutoModelForImageClassification.from_pretrained(folder / "student")
+        assert student.config.id2label == dict(enumerate(classifiers.LABELS))
+        assert AutoImageProcessor.from_pretrained(folder / "student", backend="pil").size["height"] == 32
+        shapes = CheckpointReader(folder / "checkpoints" / "step-6").progress.shapes
+        name = "resnet.embedder.embedder.normalization"
+        assert {f"model.{name}.running_mean", f"model.{name}.num_batches_tracked"} <= shapes.keys()
+        state = load_file(folder / "student" / "model.safetensors")
+        # Six updates; and running statistics that have moved, if as slowly as their average.
+        assert int(state[f"{name}.num_batches_tracked"]) == 6
+        assert state[f"{name}.running_mean"].abs().max() > 1e-4
+        commands.evaluate(folder, [])
+        report = json.loads((folder / "summary.json").read_text())["evaluation"]
+        assert report["num_samples"] == 6
+        assert report["size_ratio"] > 1
+        assert 0 <= report["agreement"] <= 1
+        picture = Path(data["data"]["path"]) / "cat" / "000.png"
+        commands.sample(folder, [], [str(picture)], 0, folder / "mine.png")
+        with pytest.raises(UserError, match="picture files"):
+            commands.sample(folder, [], ["a cat"], 0, folder / "mine.png")
+
+    @pytest.mark.parametrize(("kind", "norm"), [("resnet", "group"), ("resnet", "frozen"), ("vit", "batch")])
+    def test_an_update_may_be_split_in_any_way(self, make_data, tmp_path, fresh, kind, norm):
+        features = {"features": {"weight": 0.1, "student_blocks": [1], "teacher_blocks": [3]}}
+        sections = {"task": {"losses": features}, "data": {"augmentation": "crop"}}
+        data = make_data(kind, output_dir=str(tmp_path / "whole"), **sections)
+        data["student"]["batch_norm"] = norm
+        whole = run(data)
+        fresh()
+        parts = run(data | {"output_dir": str(tmp_path / "parts"),
+                            "train": data["train"] | {"batch_size": 2, "samples_per_update": 8}})  # fmt: skip
+        ours, theirs = ([line["loss"] for line in toys.read_metrics(folder)] for folder in (parts, whole))
+        assert ours == pytest.approx(theirs, abs=2e-5)
+        ours, theirs = (classifiers.student_vector(folder) for folder in (parts, whole))
+        assert ((ours - theirs).norm() / theirs.norm()).item() <= 1e-5
+
+    def test_a_student_with_group_norm_is_loaded_as_such_or_refused(self, make_data):
+        data = make_data()
+        data["student"]["batch_norm"] = "group"
+        folder = run(data)
+        with pytest.raises(ValueError, match="trust_remote_code"):
+            AutoModelForImageClassification.from_pretrained(folder / "student", trust_remote_code=False)
+        loaded = AutoModelForImageClassification.from_pretrained(folder / "student", trust_remote_code=True)
+        assert not any(isinstance(layer, nn.BatchNorm2d) for layer in loaded.modules())
+        pixels = torch.randn(2, 3, 32, 32)
+        from distiller.vision.student import load_student
+
+        ours = load_student(folder, open_task(parse(data))._plan, torch.device("cpu"))
+        with torch.no_grad():
+            assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
+
+    @pytest.mark.parametrize(("kind", "way"), [("resnet", {"depths": [1, 2]}), ("vit", {"num_layers": 2})])
+    def test_a_shallower_teacher_keeps_evenly_spaced_layers(self, make_data, teachers, kind, way):
+        data = make_data(kind, data={"max_samples": 16})
+        data["student"] = way
+        student = open_task(parse(data)).build_student()
+        ours = dict(student.model.state_dict())
+        theirs = AutoModelForImageClassification.from_pretrained(teachers[kind]).state_dict()
+        first, last = {
+            "resnet": ("resnet.encoder.stages.1.layers.", ("1", "2")),
+            "vit": ("vit.layers.", ("1", "3")),
+        }[kind]
+        tail = [name for name in ours if name.startswith(f"{first}{last[0]}.")]
+        assert tail
+        for name in tail:
+            assert torch.equal(ours[name], theirs[name.replace(f"{first}{last[0]}.", f"{first}{last[1]}.")])
+        assert student.training
+
+    def test_a_teacher_without_weights_is_trained_once(self, make_data, tmp_path, fresh, capsys):
+        bare = tmp_path / "bare"
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        data = make_data(teacher={"path": str(bare)})
+        with pytest.raises(UserError, match=r"holds no model\.safetensors.*teacher_training\.max_steps"):
+            parse_task(data)
+        data["teacher_training"] = {"max_steps": 4, "batch_size": 8}
+        run(data)
+        assert "teacher trained for 4 updates" in capsys.readouterr().out
+        fresh()
+        run(data | {"output_dir": str(tmp_path / "again")})
+        assert "reusing" in capsys.readouterr().out
+        assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+
+    @pytest.mark.parametrize("augmentation", ["none", "crop"])
+    def test_cached_answers_train_the_same_student(self, make_data, tmp_path, fresh, augmentation):
+        data = make_data(data={"augmentation": augmentation}, cache={"draws": 2 if augmentation == "crop" else None})
+        live = run(data)
+        fresh()
+        from distiller.cli import main
+
+        (tmp_path / "recipe.yaml").write_text(dump(parse(data)))
+        place = f"teacher.cache={tmp_path / 'answers'}"
+        assert main(["cache", str(tmp_path / "recipe.yaml"), place]) == 0
+        fresh()
+        more = {"placement": "cached", "cache": str(tmp_path / "answers")}
+        cached = run(data | {"output_dir": str(tmp_path / "cached"), "teacher": data["teacher"] | more})
+        assert torch.equal(classifiers.student_vector(cached), classifiers.student_vector(live))
+
+    def test_labels_alone_need_no_teacher(self, make_data):
+        losses = {"distillation": {"alpha": 0.0}}
+        folder = run(make_data(task={"losses": losses, "channels_last": True}))
+        assert toys.read_metrics(folder)[0]["perf/teacher_ms"] is None
+        assert math.isfinite(toys.read_metrics(folder)[-1]["loss"])
+
+
+def parse_task(data: dict):
+    return open_task(parse(data))
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("changes", "words"),
+        [
+            ({"student": {"num_labels": 4}}, "4 classes and the teacher 3"),
+            ({"student": {"id2label": {0: "dog", 1: "cat", 2: "owl"}}}, "class 0 is 'dog' and the teacher's 'cat'"),
+            ({"student": {"num_channels": 1}}, "does not run on pictures of 3 x 32 x 32"),
+            ({"train": {"gradient_checkpointing": True}}, "does not offer it"),
+            ({"data": {"held_out": 0.99}}, "leaves nothing to train on"),
+            ({"data": {"path": "nowhere"}}, "is not a folder"),
+        ],
+    )
+    def test_what_does_not_fit_is_said(self, make_data, changes, words):
+        with pytest.raises(UserError, match=words):
+            parse_task(make_data(**changes))
+
+    @pytest.mark.parametrize(
+        ("features", "words"),
+        [
+            ({"student_blocks": [5], "teacher_blocks": [0]}, "student_blocks names block 5; there are 2"),
+            ({"student_blocks": [0], "teacher_blocks": [4]}, "as many positions"),
+        ],
+    )
+    def test_features_that_do_not_match(self, make_data, features, words):
+        with pytest.raises(UserError, match=words):
+            parse_task(make_data(task={"losses": {"features": {"weight": 1.0, **features}}}))
+
+    @pytest.mark.parametrize(
+        ("kind", "way", "words"),
+        [
+            ("resnet", {"num_layers": 2}, "give student.depths"),
+            ("resnet", {"depths": [1]}, "1 numbers and the teacher 2 stages"),
+            ("resnet", {"depths": [1, 4]}, "lower it"),
+            ("vit", {"num_layers": 9}, "has only 4"),
+            ("vit", {"depths": [1]}, "no stages"),
+        ],
+    )
+    def test_layers_that_the_teacher_has_not(self, make_data, kind, way, words):
+        data = make_data(kind)
+        data["student"] = way
+        with pytest.raises(UserError, match=words):
+            parse_task(data)
+
+    def test_a_folder_without_a_processor_or_of_another_kind(self, make_data, tmp_path):
+        for content, words in (
+            ({"model_type": "resnet"}, "no preprocessor_config"),
+            ({"model_type": "nonsense"}, "transformers cannot read"),
+            ({"a": 1}, "no model_type"),
+            ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "describes BertForMaskedLM"),
+        ):
+            (tmp_path / "odd").mkdir(exist_ok=True)
+            (tmp_path / "odd" / "config.json").write_text(json.dumps(content))
+            with pytest.raises(UserError, match=words):
+                parse_task(make_data(teacher={"path": str(tmp_path / "odd")}))
