@@ -104,11 +104,13 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     # A cache is that of the whole data, and the latents that belong to it lie where they were made.
     is_cached = recipe.teacher.placement == "cached"
     per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
+    # A few documents may fill less than a row.
+    is_whole = is_cached or not recipe.data.counts_samples
     return recipe.model_copy(
         update={
             "output_dir": str(folder),
             "cache_dir": str(recipe.stages_dir) if is_cached else None,
-            "data": recipe.data.model_copy(update={} if is_cached else {"max_samples": per_update * DRY_RUN_STEPS}),
+            "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
             "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),

@@ -8,7 +8,7 @@ decides, in `distiller.build`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -24,6 +24,9 @@ class TaskOptions(Section):
 
 class Data(Section):
     """What is learnt from."""
+
+    counts_samples: ClassVar[bool] = True
+    """Whether `max_samples` counts what training counts as samples, so that a trial run can ask for a few."""
 
     max_samples: Positive | None = Field(None, description="only the first so many")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -82,6 +82,8 @@ CUTS = ("num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads
 
 class LanguageData(Data):
     """What is learnt from: documents, which become rows of tokens."""
+
+    counts_samples: ClassVar[bool] = False
 
     kind: Literal["text", "jsonl", "datasets", "python-docs"] = Field(
         "text",

@@ -270,6 +270,12 @@ def test_figures_are_those_of_the_library(make_recipe, tmp_path, teacher, capsys
         commands.evaluate(folder, ["evaluation.min_improvement=1000"])
 
 
+def test_a_dry_run_needs_no_more_rows_than_the_run(make_recipe, capsys):
+    """A few packed rows: twelve documents would fill fewer than an update takes."""
+    commands.dry_run(make_recipe(data={"packing": True, "max_length": 64, "held_out": 0.5}, train={"batch_size": 4}))
+    assert "dry run: " in capsys.readouterr().out
+
+
 def test_samples_go_to_text_files_alone(make_recipe, tmp_path, capsys):
     folder = run(make_recipe(train={"max_steps": 1, "batch_size": 8}))
     commands.sample(folder, [], ["the red cat"], 0, tmp_path / "two.txt")
