@@ -28,14 +28,15 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
 
     def __init__(self, data: Dataset[Any], folder: Path, layout: Layout, draws: int) -> None:
         """`draws` is after how many epochs the draws repeat."""
-        self._data, self._folder, self._layout, self._draws = data, folder, layout, draws
+        self.data = data
+        self._folder, self._layout, self._draws = folder, layout, draws
         self._shards: OrderedDict[int, Shard] = OrderedDict()
 
     def __getitem__(self, key: SampleKey) -> tuple[Any, Outputs]:
         epoch, sample_id = key
         draw = epoch % self._draws
         shard, row = self._layout.place(draw, sample_id)
-        return self._data[draw, sample_id], self._open(shard).read(row)
+        return self.data[draw, sample_id], self._open(shard).read(row)
 
     def _open(self, number: int) -> Shard:
         shard = self._shards.get(number)

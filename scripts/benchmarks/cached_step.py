@@ -1,0 +1,91 @@
+"""A step from a cache against the student alone: the same loader, with outputs of zeros in place of what is read.
+
+    LAUNCH="accelerate launch --config_file accelerate_configs/cpu.yaml"
+    OPTIONS="digits-wan teacher.cache=outputs/cache cache_dir=outputs/stages cache.draws=1"
+    $LAUNCH -m distiller cache $OPTIONS
+    $LAUNCH scripts/benchmarks/cached_step.py $OPTIONS
+
+The cache is that of the recipe; its files are in the page cache after the first round, which is not counted. Rounds
+follow each other on one student. The limit is 1: nothing to read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distiller.build import build
+from distiller.cache.reading import CachedCollation, CachedData
+from distiller.data.order import RankSampler, SampleKey
+from distiller.process import prepare_environment, settle_loader_worker
+from distiller.recipe_file import load
+from distiller.teachers.base import Outputs
+from distiller.trainer import Run, train
+
+
+class Zeros(Dataset[tuple[Any, Outputs]]):
+    """The samples of a cached data set, each with the same zeros."""
+
+    def __init__(self, cached: CachedData) -> None:
+        self._data = cached.data
+        _, outputs = cached[0, 0]
+        self._outputs = {name: torch.zeros_like(tensor) for name, tensor in outputs.items()}
+
+    def __getitem__(self, key: SampleKey) -> tuple[Any, Outputs]:
+        return self._data[key], self._outputs
+
+
+def main() -> None:
+    """Runs the rounds and prints both sides."""
+    prepare_environment()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipe")
+    parser.add_argument("overrides", nargs="*", default=[])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=40, help="of a round")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        quiet = ["tracking.trackers=[]", "checkpoint.at_end=false", f"train.log_every={options.steps}"]
+        last = f"train.max_steps={(2 * options.rounds + 3) * options.steps}"
+        recipe = load(
+            options.recipe, ["teacher.placement=cached", *options.overrides, f"output_dir={folder}", last, *quiet]
+        )
+        run = build(recipe)
+        assert isinstance(run, Run)
+        cached = run.loader.dataset
+        assert isinstance(cached, CachedData)
+        data: dict[str, Dataset[Any]] = {"cached": cached, "zeros": Zeros(cached)}
+        rates: dict[str, list[float]] = {name: [] for name in data}
+        step = 1
+        for number in range(options.rounds + 1):
+            # Either first, in turns: whatever drifts meets both.
+            for name in sorted(data, reverse=bool(number % 2)):
+                end = step + options.steps - 1
+                loader = DataLoader(
+                    data[name],
+                    batch_sampler=RankSampler(run.plan, run.ranks.rank, step - 1, end),
+                    collate_fn=CachedCollation(run.task),
+                    num_workers=recipe.train.num_workers,
+                    pin_memory=run.ranks.device.type == "cuda",
+                    worker_init_fn=settle_loader_worker,
+                )
+                outcome = train(replace(run, first_step=step, last_step=end, loader=loader))
+                step = end + 1
+                if number:
+                    rates[name].append(run.plan.samples_per_update / outcome.samples_per_s * 1e3)
+        run.tracker.close()
+        if run.ranks.is_main:
+            medians = {name: statistics.median(times) for name, times in rates.items()}
+            for name, times in rates.items():
+                print(f"{name:<8} {medians[name]:9.2f} ms a step (of {', '.join(f'{time:.1f}' for time in times)})")
+            print(f"cached / zeros: {medians['cached'] / medians['zeros']:.4f} (limit 1)")
+
+
+if __name__ == "__main__":
+    main()
