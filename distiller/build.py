@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 from distiller.average import MovingAverage
 from distiller.cache.key import content_key
 from distiller.cache.layout import Layout
-from distiller.cache.manifest import open_cache
+from distiller.cache.manifest import MANIFEST_FILE, open_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
@@ -24,14 +25,14 @@ from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
-from distiller.errors import UserError
+from distiller.errors import AgreedUserError, UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
-from distiller.output import check_shared, claim_output_dir
+from distiller.output import check_shared, claim_output_dir, is_finished
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.student_size import gpu_bytes, host_bytes
@@ -98,10 +99,14 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     is_cached = recipe.teacher.placement == "cached"
     if task.needs_live_teacher and not is_cached:
         setup = decide(task.network, setup)
-    cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step)) if is_cached else None
+    check_same_data(task, ranks)
     identity = Identity(
         world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
     )
+    cached = None
+    if is_cached and not ranks.from_main(lambda: is_finished(recipe, last_step)):
+        cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
+        check_same_cache(Path(recipe.teacher.cache or ""), ranks)
     claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         return Finished(accelerator, last_step)
@@ -113,11 +118,6 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(accelerator, dtype)
-    if stages_need_teacher and is_cached:
-        raise UserError(
-            f"teacher.placement=cached: {recipe.stages_dir} lacks the latents that the cached outputs belong to; give "
-            "the cache_dir (or output_dir) that `distiller cache` was run with"
-        )
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
@@ -198,11 +198,45 @@ def open_run_cache(
     """The layout of the run's cache, and after how many epochs its draws repeat. Raises UserError."""
     if not task.needs_live_teacher:
         raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
+    if (missing := task.missing_stage(dtype)) is not None:
+        raise UserError(
+            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong; give the cache_dir "
+            "(or output_dir) that `distiller cache` was run with"
+        )
     epochs = epochs_of(plan, last_step) if task.has_draws else 1
     folder = Path(recipe.teacher.cache or "")
     key = content_key(recipe, task, dtype)
     manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
+
+
+def check_same_cache(folder: Path, ranks: Ranks) -> None:
+    """Every machine sees the same cache, or UserError on all ranks: a copy may be an older one. Communicates."""
+
+    def look() -> str | None:
+        try:
+            return hashlib.blake2b((folder / MANIFEST_FILE).read_bytes()).hexdigest() if ranks.is_local_main else None
+        except OSError as error:
+            return f"{error.strerror}"
+
+    seen = ranks.gather(look())
+    other = [rank for rank, digest in enumerate(seen) if digest not in (None, seen[0])]
+    if other:
+        raise AgreedUserError(
+            f"teacher.cache: {folder} of rank {other[0]} is not that of rank 0; copy it whole to every machine, or "
+            "give a folder that all of them share"
+        )
+
+
+def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:
+    """Every rank reads the same data, or UserError on all of them. Communicates."""
+    seen = ranks.gather((task.num_samples, task.data_digest))
+    other = [rank for rank, found in enumerate(seen) if found != seen[0]]
+    if other:
+        raise AgreedUserError(
+            f"data: rank {other[0]} reads {seen[other[0]][0]} samples and rank 0 {seen[0][0]}, or others than it; give "
+            "every machine the same files"
+        )
 
 
 def epochs_of(plan: UpdatePlan, last_step: int) -> int:

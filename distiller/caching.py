@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Mapping
@@ -14,11 +15,12 @@ import torch
 from torch.utils.data import Dataset
 
 from distiller import __version__
-from distiller.build import check_run, epochs_of, plan_updates
-from distiller.cache.filling import Batching, Filling, Measured, check_room, claim, plan_layout, remove_partial
+from distiller.build import check_run, check_same_data, epochs_of, plan_updates
+from distiller.cache.filling import Batching, Filling, Measured, check_room, claim, plan_layout
 from distiller.cache.key import content_key
-from distiller.cache.layout import Layout, shard_name
-from distiller.cache.manifest import MANIFEST_FILE, Manifest, remove_damaged
+from distiller.cache.layout import Layout, evenly, shard_name
+from distiller.cache.manifest import MANIFEST_FILE, Manifest, open_cache, remove_damaged
+from distiller.cache.shards import remove_partial
 from distiller.config import Recipe
 from distiller.devices import teacher_dtype
 from distiller.draws import sample_order
@@ -27,6 +29,7 @@ from distiller.folder_lock import hold
 from distiller.launch import World, open_world
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_fsdp import wrapped_classes
+from distiller.output import check_shared
 from distiller.process import world_size
 from distiller.ranks import Ranks
 from distiller.tasks.base import Task
@@ -35,7 +38,7 @@ from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.opening import decide
 
 COMPARED = 8192
-"""Counted tokens (or samples), over which forms are compared."""
+"""Counted tokens, over which forms are compared."""
 
 
 def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> None:
@@ -51,6 +54,10 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         raise UserError("distiller cache: this recipe's loss asks no live teacher, so there is nothing to keep of one")
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator, folder = world.accelerator, Path(recipe.teacher.cache or "")
+    if compare and task.cached_form()["kind"] == "whole":
+        accelerator.print("cache: this task's outputs are stored whole, which is exact; there is nothing to compare")
+        accelerator.end_training()
+        return
     ranks, dtype = Ranks.join(accelerator.device), teacher_dtype(recipe.teacher.dtype, accelerator.device)
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
@@ -60,14 +67,19 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
-    key = {} if compare else ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
-    if not (repair or compare) and ranks.from_main(lambda: (folder / MANIFEST_FILE).is_file()):
-        accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
-        accelerator.end_training()
-        return
+    check_same_data(task, ranks)
 
     started = time.perf_counter()
+    # Before the key: a teacher that is trained first has no weights until then.
     task.prepare_stages(accelerator, dtype)
+    key: dict[str, Any] = {}
+    if not compare:
+        key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
+        check_shared(folder, ranks, "teacher.cache")
+        if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
+            accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
+            accelerator.end_training()
+            return
     teacher = PLACEMENTS[setup.options.placement](task.network, setup)
     ranks.wait()
     data = task.run_stages(accelerator, teacher)
@@ -79,16 +91,18 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     batching = Batching(recipe.train.batch_size, world.accumulation_steps, recipe.train.num_workers)
     filling = Filling(folder, task, teacher, data, batching, ranks)
     measured = filling.measure()
-    wanted = Layout(task.num_samples, draws, _per_shard(recipe, task, measured, batching.samples), recipe.seed)
-    layout = ranks.from_main(lambda: plan_layout(folder, key, wanted))
+    files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)
+    per_shard = evenly(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)
+    wanted = Layout(task.num_samples, draws, per_shard, recipe.seed)
+    layout = ranks.from_main(lambda: plan_layout(folder, key, wanted, measured.names))
     if repair:
         mine = range(ranks.rank, layout.num_shards, ranks.world_size)
-        for names in ranks.gather(ranks.all_succeed(lambda: remove_damaged(folder, layout, mine))):
+        for names in ranks.gather(ranks.all_succeed(lambda: remove_damaged(folder, layout, mine, measured.names))):
             for name in names:
                 accelerator.print(f"cache: {name} is damaged; it will be made again")
     missing = filling.missing(layout)
     accelerator.print(_described(task, layout, measured, len(missing)))
-    still = sum(len(layout.keys_of(shard)) for shard in missing) * measured.bytes_per_sample
+    still = sum(layout.size_of(shard) for shard in missing) * measured.bytes_per_sample
     ranks.from_main(lambda: check_room(folder, still))
     filling.fill(layout, missing)
     if ranks.is_main:
@@ -111,10 +125,7 @@ def _compare(task: Task[Any, Any], teacher: Teacher, data: Dataset[Any], recipe:
     outputs = [teacher.predict([task.request(batch)])[0] for batch in batches]
     if ranks.is_main:
         figures = task.compare_forms(batches, outputs)
-        if figures is None:
-            print("cache: this task's outputs are stored whole, which is exact; there is nothing to compare")
-        else:
-            print(f"over {num_counted:,} counted tokens of the recipe's own data, beside the live teacher:\n{figures}")
+        print(f"over {num_counted:,} counted tokens of the recipe's own data, beside the live teacher:\n{figures}")
     ranks.wait()
 
 
@@ -136,10 +147,12 @@ def _claimed_key(folder: Path, recipe: Recipe, task: Task[Any, Any], dtype: torc
     return key
 
 
-def _per_shard(recipe: Recipe, task: Task[Any, Any], measured: Measured, step: int) -> int:
-    """Samples a file: whole requests, about `cache.shard_mib` of them, and no more than there are."""
-    requests = int(recipe.cache.shard_mib * 2**20 / measured.bytes_per_sample) // step
-    return min(max(1, requests), -(-task.num_samples // step)) * step
+def _is_complete(folder: Path, key: Mapping[str, Any], task: Task[Any, Any], draws: int) -> bool:
+    """Whether the cache is whole and has what this recipe asks of it; UserError where it is whole and has not."""
+    if not (folder / MANIFEST_FILE).is_file():
+        return False
+    open_cache(folder, key, task.wanted, draws, draws)
+    return True
 
 
 def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:

@@ -107,6 +107,11 @@ class Cache(Section):
     )
     shard_mib: Positive = Field(256, description="about the size of a file that `distiller cache` writes, in MiB")
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether training learns the same from what is stored as from the live teacher."""
+        return True
+
 
 TaskT = TypeVar("TaskT", bound=TaskOptions)
 StudentT = TypeVar("StudentT", bound=Section)

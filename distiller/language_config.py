@@ -131,6 +131,10 @@ class LanguageCache(Cache):
         return self
 
     @property
+    def is_exact(self) -> bool:
+        return self.form == "hidden"
+
+    @property
     def is_drawn(self) -> bool:
         """Whether the stored form is an estimate of the teacher's distribution."""
         return self.form in ("sampled", "topk+sampled")

@@ -97,16 +97,24 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     return Claim(done, is_finished=False)
 
 
-def check_shared(folder: Path, ranks: Ranks) -> None:
-    """Every rank sees what rank 0 writes into the folder, or UserError on all of them. Communicates."""
+def is_finished(recipe: Recipe, last_step: int) -> bool:
+    """Whether the folder's run has come to its end; rank 0's folder is every rank's."""
+    return _steps_of(Path(recipe.output_dir) / SUMMARY_FILE) == last_step
+
+
+def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
+    """Every rank sees what rank 0 writes into the folder, or UserError on all of them. Communicates.
+
+    `key` is the recipe's for the folder.
+    """
     token = folder / ranks.from_main(lambda: _make_token(folder))
     unseen = [rank for rank, sees in enumerate(ranks.gather(_appears(token))) if not sees]
     if ranks.is_main:
         token.unlink(missing_ok=True)
     if unseen:
         raise UserError(
-            f"output_dir: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie "
-            "on a file system that all of them share: choose one with output_dir=..."
+            f"{key}: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie "
+            f"on a file system that all of them share: choose one with {key}=..."
         )
 
 
@@ -152,6 +160,12 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
         and key not in MAY_CHANGE_ON_RESUME
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
+    was_cached, is_cached = theirs.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
+    if was_cached != is_cached and not recipe.cache.is_exact:
+        raise UserError(
+            "--resume: what cache.form keeps is not the whole of what the live teacher says, so that teacher.placement "
+            "cannot change to or from cached within a run; begin another one"
+        )
     if changed:
         raise UserError(
             f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+import torch
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
@@ -22,7 +22,7 @@ from distiller.cache.shards import write_shard
 from distiller.data.loading import batches_of
 from distiller.data.order import SampleKey
 from distiller.durable import write_durably
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 from distiller.micro_batch import LiveCollation, MicroBatch
 from distiller.process import settle_loader_worker
 from distiller.ranks import Ranks
@@ -58,6 +58,8 @@ class Measured:
 
     bytes_per_sample: float
     bytes_per_token: float
+    names: frozenset[str]
+    """Of the tensors that each sample has."""
 
 
 @final
@@ -77,13 +79,15 @@ class Filling:
         self._batching, self._ranks = batching, ranks
 
     def measure(self) -> Measured:
-        """Asks for the first samples and keeps none. Communicates."""
-        keys = [(0, number % self._task.num_samples) for number in range(self._batching.samples)]
-        (batches,) = self._groups([keys])
-        samples = [sample for stored, _ in self._ask(batches) for sample in stored]
+        """Asks for some samples from everywhere in the data, and keeps none. Communicates."""
+        total, asked = self._task.num_samples, self._batching.samples
+        (batches,) = self._groups([[(0, number * total // asked) for number in range(asked)]])
+        # A teacher that is not finite is so on every rank or on one: all of them end.
+        samples = self._ranks.all_succeed(lambda: self._ask(batches))
         num_bytes = sum(tensor.nbytes for sample in samples for tensor in sample.values())
         tokens = sum(self._task.tokens(micro.batch) for micro in batches)
-        return self._ranks.from_main(lambda: Measured(num_bytes / len(samples), num_bytes / tokens))
+        names = frozenset(samples[0])
+        return self._ranks.from_main(lambda: Measured(num_bytes / len(samples), num_bytes / tokens, names))
 
     def missing(self, layout: Layout) -> list[int]:
         """The shards that have to be made, as rank 0 sees the folder. Communicates."""
@@ -101,7 +105,7 @@ class Filling:
         # A rank without a shard of its own asks again for another one's: placements may communicate in `predict`.
         turns = [turn * world_size + ranks.rank for turn in range(rounds)]
         shards = [(missing[min(turn, len(missing) - 1)], turn < len(missing)) for turn in turns]
-        groups = self._groups([keys for shard, _ in shards for keys in self._keys(layout, shard)])
+        groups = self._groups(_Keys(layout, [shard for shard, _ in shards], self._batching.samples))
         per_shard = -(-layout.per_shard // self._batching.samples)
         with (
             ThreadPoolExecutor(1, "cache") as writer,
@@ -118,32 +122,24 @@ class Filling:
             for shard, is_own in shards:
                 samples: list[Outputs] = []
                 for _ in range(per_shard):
-                    for stored, _ in self._ask(next(groups)):
-                        samples += stored
+                    samples += self._ask(next(groups))
                     bar.update()
                 if written is not None:
                     written.result()
                 if is_own:
-                    of_shard = samples[: len(layout.keys_of(shard))]
+                    of_shard = samples[: layout.size_of(shard)]
                     written = writer.submit(write_shard, self._folder / shard_name(shard), of_shard)
             if written is not None:
                 written.result()
         ranks.wait()
 
-    def _keys(self, layout: Layout, shard: int) -> Iterator[list[SampleKey]]:
-        """The samples of a shard, as many at a time as are asked for at once; the last one again to fill the last."""
-        keys = layout.keys_of(shard)
-        keys += keys[-1:] * (-(-layout.per_shard // self._batching.samples) * self._batching.samples - len(keys))
-        for first in range(0, len(keys), self._batching.samples):
-            yield keys[first : first + self._batching.samples]
-
-    def _groups(self, groups: Sequence[Sequence[SampleKey]]) -> Iterator[list[MicroBatch]]:
+    def _groups(self, groups: Collection[Sequence[SampleKey]]) -> Iterator[list[MicroBatch]]:
         """Micro-batches of each group, on the device."""
         size, count = self._batching.batch_size, self._batching.micro_batches
         device = self._ranks.device
         loader: DataLoader[Any] = DataLoader(
             self._data,
-            batch_sampler=[keys[first : first + size] for keys in groups for first in range(0, len(keys), size)],  # type: ignore[arg-type]
+            batch_sampler=_MicroBatches(groups, size),  # type: ignore[arg-type]
             collate_fn=LiveCollation(self._task),
             num_workers=self._batching.num_workers,
             pin_memory=device.type == "cuda",
@@ -153,9 +149,53 @@ class Filling:
         for _ in groups:
             yield [next(batches).to(self._task, device) for _ in range(count)]
 
-    def _ask(self, batches: Sequence[MicroBatch]) -> list[tuple[list[Outputs], MicroBatch]]:
-        outputs = self._teacher.predict([micro.request(self._task) for micro in batches])
-        return [(self._task.store(micro.batch, of), micro) for micro, of in zip(batches, outputs, strict=True)]
+    def _ask(self, batches: Sequence[MicroBatch]) -> list[Outputs]:
+        """What is stored of each sample; RunError where the teacher's answer is not finite."""
+        samples: list[Outputs] = []
+        for micro, outputs in zip(
+            batches, self._teacher.predict([m.request(self._task) for m in batches]), strict=True
+        ):
+            for name, tensor in outputs.items():
+                if not bool(torch.isfinite(tensor).all()):
+                    ids = ", ".join(map(str, self._task.sample_ids(micro.batch)[:8]))
+                    raise RunError(
+                        f"the teacher's {name} is not finite for samples {ids} or the ones beside them, and would be "
+                        "learnt from; try teacher.dtype float32, or bfloat16 for float16"
+                    )
+            samples += self._task.store(micro.batch, outputs)
+        return samples
+
+
+@final
+class _Keys:
+    """The samples of shards, as many at a time as are asked for at once; the last one again to fill a shard's last."""
+
+    def __init__(self, layout: Layout, shards: Sequence[int], step: int) -> None:
+        self._layout, self._shards, self._step = layout, shards, step
+
+    def __len__(self) -> int:
+        return len(self._shards) * -(-self._layout.per_shard // self._step)
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        whole = -(-self._layout.per_shard // self._step) * self._step
+        for shard in self._shards:
+            keys = self._layout.keys_of(shard)
+            keys += keys[-1:] * (whole - len(keys))
+            for first in range(0, whole, self._step):
+                yield keys[first : first + self._step]
+
+
+@final
+class _MicroBatches:
+    """A loader's `batch_sampler`: each group of keys in micro-batches."""
+
+    def __init__(self, groups: Collection[Sequence[SampleKey]], size: int) -> None:
+        self._groups, self._size = groups, size
+
+    def __iter__(self) -> Iterator[Sequence[SampleKey]]:
+        for keys in self._groups:
+            for first in range(0, len(keys), self._size):
+                yield keys[first : first + self._size]
 
 
 def claim(folder: Path, key: Mapping[str, Any]) -> None:
@@ -178,13 +218,24 @@ def claim(folder: Path, key: Mapping[str, Any]) -> None:
         raise UserError(f"teacher.cache: {folder} cannot be used ({error}); give another folder") from error
 
 
-def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout) -> Layout:
-    """The layout that the folder has, or the wanted one, which is written down with the key. Rank 0 calls it."""
+def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout, names: frozenset[str]) -> Layout:
+    """The layout that the folder has, or the wanted one, which is written down with the key. Rank 0 calls it.
+
+    Raises:
+        UserError: it was begun with other draws, or with other outputs of each sample than these names.
+    """
     file = folder / KEY_FILE
     if not file.is_file():
-        write_durably(file, json.dumps({"key": key, "layout": asdict(wanted)}, indent=1) + "\n")
+        content = {"key": key, "layout": asdict(wanted), "names": sorted(names)}
+        write_durably(file, json.dumps(content, indent=1) + "\n")
         return wanted
-    held = Layout(**json.loads(file.read_text(encoding="utf-8"))["layout"])
+    content = json.loads(file.read_text(encoding="utf-8"))
+    held = Layout(**content["layout"])
+    if sorted(names) != content["names"]:
+        raise UserError(
+            f"teacher.cache: {folder} was begun with {', '.join(content['names'])} of each sample, and now it is "
+            f"{', '.join(sorted(names))}; set task.losses as it was, or give another folder"
+        )
     if held.draws != wanted.draws:
         raise UserError(
             f"teacher.cache: {folder} was begun with {held.draws} draws of each sample, and now it is {wanted.draws}; "
@@ -201,10 +252,3 @@ def check_room(folder: Path, num_bytes: float) -> None:
             f"teacher.cache: {folder} has {free / 2**30:.2f} GiB free and {num_bytes / 2**30:.2f} GiB are still to be "
             "written; free some, give another folder, or store less"
         )
-
-
-def remove_partial(folder: Path) -> None:
-    """Takes away what a killed run was writing. Rank 0 calls it."""
-    for file in folder.glob(".*.partial"):
-        with contextlib.suppress(FileNotFoundError):
-            file.unlink()

@@ -47,8 +47,13 @@ class Layout:
     def keys_of(self, shard: int) -> list[SampleKey]:
         """(draw, sample id) of what a shard holds, in its order."""
         draw, number = divmod(shard, self.shards_per_draw)
-        ids = sample_order(self.seed, draw, self.num_samples)[number * self.per_shard : (number + 1) * self.per_shard]
+        ids = _order(self.seed, draw, self.num_samples)[number * self.per_shard : (number + 1) * self.per_shard]
         return [(draw, sample_id) for sample_id in ids]
+
+    def size_of(self, shard: int) -> int:
+        """Samples in a shard."""
+        number = shard % self.shards_per_draw
+        return min(self.per_shard, self.num_samples - number * self.per_shard)
 
     def place(self, draw: int, sample_id: int) -> tuple[int, int]:
         """(shard, row) of a sample's output."""
@@ -57,9 +62,25 @@ class Layout:
         return draw * self.shards_per_draw + number, row
 
 
+def evenly(num_samples: int, draws: int, files: int, step: int) -> int:
+    """Samples a file, so that there are about so many files in all, each of whole requests and none much shorter.
+
+    Args:
+        step: samples that are asked for at once.
+    """
+    requests = -(-num_samples // step)
+    per_draw = min(max(1, -(-files // draws)), requests)
+    return -(-requests // per_draw) * step
+
+
 def shard_name(shard: int) -> str:
     """A shard's file."""
     return f"outputs-{shard:06d}.safetensors"
+
+
+@functools.lru_cache(maxsize=1)
+def _order(seed: int, draw: int, num_samples: int) -> list[int]:
+    return sample_order(seed, draw, num_samples)
 
 
 @functools.lru_cache(maxsize=2)

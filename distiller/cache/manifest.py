@@ -113,8 +113,12 @@ def open_cache(
     return manifest
 
 
-def remove_damaged(folder: Path, layout: Layout, shards: range) -> list[str]:
-    """Reads shards whole, removes those whose bytes are not what was written, and says which."""
+def remove_damaged(folder: Path, layout: Layout, shards: range, names: frozenset[str]) -> list[str]:
+    """Reads shards whole, removes those whose bytes are not what was written, and says which.
+
+    Args:
+        names: of the tensors that each sample has.
+    """
     removed = []
     for number in shards:
         file = folder / shard_name(number)
@@ -122,8 +126,8 @@ def remove_damaged(folder: Path, layout: Layout, shards: range) -> list[str]:
             continue
         try:
             shard = Shard(file)
-            if len(shard) != len(layout.keys_of(number)):
-                raise UserError(f"{file}: holds {len(shard)} samples")
+            if len(shard) != layout.size_of(number) or shard.names != names:
+                raise UserError(f"{file}: holds something else")
             for row in range(len(shard)):
                 shard.read(row)
         except (UserError, RuntimeError, KeyError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import final
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from distiller.weight_files import StoredTensor, read_header
 
 OFFSETS = "offsets/"
 CHECKSUMS = "crc32"
+PARTIAL = ".partial"
 
 
 def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
@@ -35,19 +37,35 @@ def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
 
     Args:
         samples: of each sample, its tensors on the CPU, with at least one axis.
+
+    Raises:
+        RunError: the disk is full, or fails.
     """
     tensors: dict[str, Tensor] = {CHECKSUMS: torch.tensor([checksum(sample) for sample in samples])}
     for name in samples[0]:
         tensors[name] = torch.cat([sample[name] for sample in samples]).contiguous()
         lengths = torch.tensor([0, *(len(sample[name]) for sample in samples)])
         tensors[f"{OFFSETS}{name}"] = lengths.cumsum(0)
-    partial = file.with_name(f".{file.name}.partial")
-    save_file(tensors, partial)
-    with partial.open("rb") as stream:
-        os.fsync(stream.fileno())
-    os.chmod(partial, 0o644)
-    partial.replace(file)
-    sync_folder(file.parent)
+    partial = file.with_name(f".{file.name}{PARTIAL}")
+    try:
+        save_file(tensors, partial)
+        with partial.open("rb") as stream:
+            os.fsync(stream.fileno())
+        os.chmod(partial, 0o644)
+        partial.replace(file)
+        sync_folder(file.parent)
+    except (OSError, SafetensorError) as error:
+        raise RunError(
+            f"{file} cannot be written ({' '.join(str(error).split())}); free some of the disk: the same command goes "
+            "on with the files that are there"
+        ) from error
+
+
+def remove_partial(folder: Path) -> None:
+    """Takes away what a killed run was writing, also under the names that safetensors uses meanwhile."""
+    for pattern in (f".*{PARTIAL}", ".tmp*"):
+        for file in folder.glob(pattern):
+            file.unlink(missing_ok=True)
 
 
 @final
@@ -60,18 +78,24 @@ class Shard:
         # Private: torch refuses tensors over memory that cannot be written.
         storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=os.path.getsize(file))
         tensors = {name: _view(storage, stored) for name, stored in header.items()}
-        self._checksums = tensors.pop(CHECKSUMS).tolist()
-        self._offsets = {name[len(OFFSETS) :]: t.tolist() for name, t in tensors.items() if name.startswith(OFFSETS)}
+        # All of it stays in the mapping, which holds no memory that the system cannot take back.
+        self._checksums = tensors.pop(CHECKSUMS)
+        self._offsets = {name[len(OFFSETS) :]: t for name, t in tensors.items() if name.startswith(OFFSETS)}
         self._tensors = {name: tensors[name] for name in sorted(self._offsets)}
 
     def __len__(self) -> int:
         return len(self._checksums)
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Of the tensors that each sample has."""
+        return frozenset(self._tensors)
+
     def read(self, row: int) -> Outputs:
         """One sample's tensors, as they were written; RunError if the file's bytes are not those any more."""
-        spans = {name: offsets[row : row + 2] for name, offsets in self._offsets.items()}
+        spans = {name: offsets[row : row + 2].tolist() for name, offsets in self._offsets.items()}
         sample = {name: self._tensors[name][start:end] for name, (start, end) in sorted(spans.items())}
-        if checksum(sample) != self._checksums[row]:
+        if checksum(sample) != int(self._checksums[row]):
             raise RunError(
                 f"{self._file} is damaged (the checksum of its row {row} is wrong); make it again with distiller cache "
                 "RECIPE --repair"

@@ -58,6 +58,14 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         Communicates. `dtype` is the teacher's.
         """
 
+    def missing_stage(self, dtype: torch.dtype) -> Path | None:
+        """Where something should lie that belongs to cached outputs and that only the teacher can make again.
+
+        None where it is there, or where there is no such thing. Reads no weights.
+        """
+        del dtype
+        return None
+
     @abstractmethod
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[Any]:
         """Runs the other stages and returns the training data, indexed by (epoch, sample id). Communicates."""

@@ -111,6 +111,10 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
                 accelerator.print(f"reusing {self._stage.folder}")
         return False
 
+    def missing_stage(self, dtype: torch.dtype) -> Path | None:
+        del dtype
+        return self._stage.folder if self._trains_teacher and not self._stage.is_complete else None
+
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> PictureData:
         return self._data
 

@@ -69,6 +69,9 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
     def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         return self._source.prepare(accelerator, dtype)
 
+    def missing_stage(self, dtype: torch.dtype) -> Path | None:
+        return self._source.missing_rollout(dtype)
+
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         return self._source.load(accelerator, teacher)
 

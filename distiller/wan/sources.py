@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,6 +83,13 @@ class Source:
         elif recipe.rollout.enabled:
             key["latents"] = self._plan().stage(self._files, text_stage, dtype).key
         return key
+
+    def missing_rollout(self, dtype: torch.dtype) -> Path | None:
+        """The rollout's folder, where it has not been drawn and is needed."""
+        if self._recipe.data.kind != "prompts" or not self._recipe.rollout.enabled:
+            return None
+        stage = self._plan().stage(self._files, self._text_stage_of(self._texts, dtype), dtype)
+        return None if stage.is_complete else stage.folder
 
     def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""

@@ -11,16 +11,18 @@ import torch
 
 from distiller.cache.filling import check_room, claim, plan_layout
 from distiller.cache.key import first_difference
-from distiller.cache.layout import Layout, shard_name
+from distiller.cache.layout import Layout, evenly, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
-from distiller.cache.shards import Shard, write_shard
+from distiller.cache.shards import Shard, remove_partial, write_shard
 from distiller.draws import sample_order
 from distiller.errors import RunError, UserError
 from distiller.micro_batch import RepeatedDraws
-from tests.toy_task import Sequences
+from tests.cached_cases import fill_cache
+from tests.toy_task import LinearTeacher, Sequences, TokenTask
 
 KEY = {"format": 1, "teacher": {"weights": "a1", "dtype": "float32"}, "seed": 0}
+NAMES = frozenset(("hidden", "ids"))
 LAYOUT = Layout(num_samples=10, draws=2, per_shard=4, seed=3)
 
 
@@ -36,7 +38,7 @@ def write_cache(folder: Path, key: dict[str, Any] = KEY, layout: Layout = LAYOUT
     folder.mkdir(exist_ok=True)
     for shard in range(layout.num_shards):
         write_shard(folder / shard_name(shard), [sample(100 * d + i) for d, i in layout.keys_of(shard)])
-    plan_layout(folder, key, layout)
+    plan_layout(folder, key, layout, NAMES)
     sizes = tuple((folder / shard_name(shard)).stat().st_size for shard in range(layout.num_shards))
     Manifest(key, layout, ("hidden", "ids"), sizes, 40.0, 10.0, {}).write(folder)
     return folder
@@ -141,12 +143,14 @@ def test_a_folder_that_is_no_cache_is_refused(tmp_path):
 
 def test_a_begun_cache_is_gone_on_with_only_for_the_same_key(tmp_path):
     claim(tmp_path, KEY)
-    assert plan_layout(tmp_path, KEY, LAYOUT) == LAYOUT
+    assert plan_layout(tmp_path, KEY, LAYOUT, NAMES) == LAYOUT
     claim(tmp_path, KEY)
     # What a file holds was decided at the beginning.
-    assert plan_layout(tmp_path, KEY, Layout(10, 2, 8, 3)) == LAYOUT
+    assert plan_layout(tmp_path, KEY, Layout(10, 2, 8, 3), NAMES) == LAYOUT
+    with pytest.raises(UserError, match=r"was begun with hidden, ids of each sample, and now it is features/3, hidden"):
+        plan_layout(tmp_path, KEY, LAYOUT, frozenset(("hidden", "features/3")))
     with pytest.raises(UserError, match=r"was begun with 2 draws .* now it is 3"):
-        plan_layout(tmp_path, KEY, Layout(10, 3, 4, 3))
+        plan_layout(tmp_path, KEY, Layout(10, 3, 4, 3), NAMES)
     with pytest.raises(UserError, match=r"teacher\.weights is 'a1' there and 'b2' here"):
         claim(tmp_path, KEY | {"teacher": {"weights": "b2", "dtype": "float32"}})
     (tmp_path / KEY_FILE).write_text(json.dumps([]))
@@ -162,8 +166,53 @@ def test_repair_removes_the_damaged_files_and_no_other(tmp_path):
     (folder / shard_name(3)).write_bytes(content)
     # A whole file, of other samples.
     (folder / shard_name(5)).write_bytes((folder / shard_name(0)).read_bytes())
-    assert remove_damaged(folder, LAYOUT, range(LAYOUT.num_shards)) == [shard_name(1), shard_name(3), shard_name(5)]
+    every = range(LAYOUT.num_shards)
+    assert remove_damaged(folder, LAYOUT, every, NAMES) == [shard_name(1), shard_name(3), shard_name(5)]
     assert {file.name for file in folder.glob("outputs-*")} == {shard_name(number) for number in (0, 2, 4)}
+
+
+def test_repair_removes_files_that_hold_other_outputs(tmp_path):
+    folder = write_cache(tmp_path / "cache")
+    write_shard(folder / shard_name(2), [{"hidden": sample(100 * d + i)["hidden"]} for d, i in LAYOUT.keys_of(2)])
+    assert remove_damaged(folder, LAYOUT, range(LAYOUT.num_shards), NAMES) == [shard_name(2)]
+
+
+def test_what_a_killed_run_was_writing_is_removed(tmp_path):
+    folder = write_cache(tmp_path / "cache")
+    left = {file.name for file in folder.iterdir()}
+    (folder / ".tmpX7aQ").write_bytes(b"x")
+    (folder / f".{shard_name(3)}.partial").write_bytes(b"x")
+    remove_partial(folder)
+    assert {file.name for file in folder.iterdir()} == left
+
+
+def test_a_disk_that_fails_is_one_line(tmp_path):
+    # Also root cannot write a file where a folder is.
+    (tmp_path / ".a.safetensors.partial").mkdir()
+    with pytest.raises(RunError, match=r"a\.safetensors cannot be written .* the same command goes on"):
+        write_shard(tmp_path / "a.safetensors", [sample(0)])
+
+
+def test_a_draws_files_are_of_one_size_and_enough_for_every_rank():
+    # 100 samples, asked for 8 at a time: 13 requests.
+    assert evenly(100, 1, 1, 8) == 104
+    assert evenly(100, 1, 2, 8) == 56
+    assert evenly(100, 1, 8, 8) == 16
+    assert evenly(100, 4, 8, 8) == 56
+    assert evenly(100, 1, 1000, 8) == 8
+    layout = Layout(100, 3, 16, 0)
+    assert [layout.size_of(shard) for shard in range(layout.num_shards)] == [16, 16, 16, 16, 16, 16, 4] * 3
+    assert all(layout.size_of(shard) == len(layout.keys_of(shard)) for shard in range(layout.num_shards))
+
+
+def test_answers_that_are_not_finite_are_no_cache(tmp_path):
+    class Broken(LinearTeacher):
+        def predict(self, requests):
+            return [{"output": outputs["output"] / 0.0} for outputs in super().predict(requests)]
+
+    with pytest.raises(RunError, match="the teacher's output is not finite for samples 0, 3, 1, 15"):
+        fill_cache(tmp_path / "cache", TokenTask(), Broken(), 4, torch.device("cpu"))
+    assert not list((tmp_path / "cache").iterdir())
 
 
 def test_a_disk_without_room_is_refused(tmp_path):
