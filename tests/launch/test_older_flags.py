@@ -112,8 +112,14 @@ def start(line: str, teacher: Path, folder: Path) -> Result:
     return run(words, TIMEOUT_S, folder, environment)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LINES)
+TYPICAL = ("another rank", "little memory", "samples", "torch.distributed.launch", "accelerate", "accelerate, as it is")
+"""One of each kind of launcher and of what a line asks for; the others differ from these in a flag."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow if n in TYPICAL else pytest.mark.thorough) for n in LINES],
+)
 def test_older_lines_run_as_they_were_written(name, scripts):
     line, processes, keys = LINES[name]
     result = start(line, ROOT / "distiller" / "assets" / "digits-wan", scripts)
