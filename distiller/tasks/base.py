@@ -59,7 +59,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
-        """Where something should lie that belongs to cached outputs and that only the teacher can make again.
+        """Where something should lie that belongs to cached outputs, and that would be another one if made again here.
 
         None where it is there, or where there is no such thing. Reads no weights.
         """

@@ -70,7 +70,7 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return self._source.prepare(accelerator, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
-        return self._source.missing_rollout(dtype)
+        return self._source.missing_stage(dtype)
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         return self._source.load(accelerator, teacher)

@@ -84,12 +84,15 @@ class Source:
             key["latents"] = self._plan().stage(self._files, text_stage, dtype).key
         return key
 
-    def missing_rollout(self, dtype: torch.dtype) -> Path | None:
-        """The rollout's folder, where it has not been drawn and is needed."""
-        if self._recipe.data.kind != "prompts" or not self._recipe.rollout.enabled:
-            return None
-        stage = self._plan().stage(self._files, self._text_stage_of(self._texts, dtype), dtype)
-        return None if stage.is_complete else stage.folder
+    def missing_stage(self, dtype: torch.dtype) -> Path | None:
+        """The first folder of embeddings or latents that has not been made; made on other hardware they differ."""
+        text = self._text_stage_of(self._texts, dtype)
+        stages = [text]
+        if self._recipe.data.kind == "images":
+            stages.append(self._image_stage())
+        elif self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
+            stages.append(self._plan().stage(self._files, text, dtype))
+        return next((stage.folder for stage in stages if not stage.is_complete), None)
 
     def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
