@@ -17,6 +17,10 @@ elif [[ ${1:-} == --thorough ]]; then
   selection=()
   shift
 fi
+if ! command -v g++ >/dev/null; then
+  echo "DeepSpeed compiles its operators with g++, which is not installed; for example: apt-get install g++" >&2
+  exit 2
+fi
 # Here, not within the time limit of the first test that uses one; the environment's own compiler, as DeepSpeed calls it.
 DS_ACCELERATOR=cpu python - <<'PY' >/dev/null
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
