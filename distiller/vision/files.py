@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from huggingface_hub import constants, snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
@@ -195,6 +196,18 @@ def stored_names(files: list[Path]) -> set[str]:
         with safe_open(file, framework="pt") as stored:
             names |= set(stored.keys())
     return names
+
+
+def stored_dtype(files: list[Path]) -> torch.dtype:
+    """One that holds all floating-point tensors of safetensors files without rounding, from their headers."""
+    found: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            found |= {stored.get_slice(name).get_dtype() for name in stored.keys()}  # noqa: SIM118 (not a mapping)
+    halves = found & {"BF16", "F16"}
+    if len(halves) == 1 and not found & {"F32", "F64"}:
+        return torch.bfloat16 if "BF16" in halves else torch.float16
+    return torch.float32
 
 
 def check_weights(folder: Path, origin: str) -> None:

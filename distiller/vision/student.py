@@ -80,6 +80,8 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             f"{origin}: class {number} is {theirs[number]!r} and the teacher's {files.labels[number]!r}; the order of "
             "id2label must be equal"
         )
+    # It is trained and saved in float32, whatever the weights were that this config was written for.
+    config.dtype = torch.float32
     config.id2label = dict(enumerate(files.labels))
     config.label2id = {name: number for number, name in enumerate(files.labels)}
     return StudentPlan(options, config, structure)

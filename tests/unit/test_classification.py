@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PoolFormerConfig
 
@@ -111,6 +111,21 @@ class TestTeacher:
             torch.testing.assert_close(answers["logits"], plain(pixels.to(dtype)).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(answers["features/1"], kept[0], rtol=1e-5, atol=1e-5)
         assert task.network.num_parameters() == sum(p.numel() for p in plain.parameters())
+
+    @pytest.mark.parametrize(("said", "stored"), [("bfloat16", torch.float32), ("float32", torch.bfloat16)])
+    def test_renamed_weights_are_copied_as_they_are_stored_whatever_the_config_says(
+        self, make_data, tmp_path, said, stored
+    ):
+        folder = classifiers.save_classifier(tmp_path / "said", classifiers.vit_config())
+        weights = {name: value.to(stored) for name, value in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": said}))
+        network = open_task(parse(make_data("vit", teacher={"path": str(folder)}))).network
+        copied = load_file(network.weight_files("classifier")[0])
+        assert {value.dtype for value in copied.values()} == {stored}
+        name = "classifier.weight"
+        assert torch.equal(copied[name], weights[name])
 
     def test_weights_of_another_config_are_refused(self, make_data, tmp_path):
         folder = classifiers.save_classifier(tmp_path / "mixed", classifiers.vit_config())
@@ -300,6 +315,17 @@ class TestRuns:
         ours = load_student(folder, open_task(parse(data))._plan, torch.device("cpu"))
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
+
+    @pytest.mark.parametrize("kind", CONFIGS)
+    def test_the_student_is_float32_whatever_its_config_says(self, make_data, kind):
+        plain = open_task(parse(make_data(kind))).build_student().state_dict()
+        task = open_task(parse(make_data(kind, student={"dtype": "bfloat16"})))
+        ours = task.build_student().state_dict()
+        assert all(torch.equal(ours[name], value) for name, value in plain.items())
+        skeleton = task.student_skeleton().state_dict()
+        assert {name: value.dtype for name, value in skeleton.items()} == {
+            name: value.dtype for name, value in plain.items()
+        }
 
     @pytest.mark.parametrize(("kind", "way"), [("resnet", {"depths": [1, 2]}), ("vit", {"num_layers": 2})])
     def test_a_shallower_teacher_keeps_evenly_spaced_layers(self, make_data, teachers, kind, way):
