@@ -23,12 +23,13 @@ from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
 from distiller.vision.converted import converted_files
 from distiller.vision.evaluation import ask_teacher, compare, prediction_grid
-from distiller.vision.files import Processor, find_classifier, find_folder, read_config, stored_files
+from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.labels import class_numbers
 from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, PictureBatch, PictureData, collate, split_held_out
 from distiller.vision.sources import as_picture, open_pictures
+from distiller.vision.stored import stored_files
 from distiller.vision.student import (
     DistilledClassifier,
     build_model,
@@ -53,6 +54,12 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
         self._trains_teacher = recipe.teacher_training.max_steps is not None
+        if self._trains_teacher and (found := self._files.found_weights(teacher.subfolder)):
+            raise UserError(
+                f"teacher_training.max_steps is {recipe.teacher_training.max_steps} and {origin} has weights already "
+                f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
+                "weights"
+            )
         if not self._trains_teacher and self._files.repository is None:
             self._files.fetch()
         self._plan = plan_student(recipe.student, self._files, self._processor)

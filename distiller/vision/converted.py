@@ -14,8 +14,9 @@ import transformers
 
 from distiller.errors import UserError
 from distiller.stages import Stage
-from distiller.vision.files import ClassifierFiles, stored_dtype, stored_files, stored_names
+from distiller.vision.files import ClassifierFiles
 from distiller.vision.library import read_model
+from distiller.vision.stored import stored_dtype, stored_files, stored_names
 
 
 def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -> list[Path]:
@@ -29,7 +30,8 @@ def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -
     stored = files.weight_files()
     if stored_names(stored) == names:
         return stored
-    stage = Stage("weights", {"files": files.digest(), "dtype": "stored", "transformers": transformers.__version__}, stages_dir)
+    key = {"files": files.digest(), "dtype": "stored", "transformers": transformers.__version__}
+    stage = Stage("weights", key, stages_dir)
     stage.make_once(is_maker=True, make=lambda: _convert(files, stage))
     return stored_files(stage.folder)
 

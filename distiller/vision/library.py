@@ -15,7 +15,8 @@ def new_model(config: PretrainedConfig) -> PreTrainedModel:
     """A model of this config in float32, in training mode; on the meta device inside of a context that says so.
 
     Float32 whatever `dtype` the config has, which says how somebody saved weights: drawn in bfloat16, a student would
-    begin on a grid of 8 bits. Whole also under ZeRO-3: the library would cut its parameters up while it builds them, which the engine does later.
+    begin on a grid of 8 bits. Whole also under ZeRO-3: the library would cut its parameters up while it builds them,
+    which the engine does later.
     """
     unset_hf_deepspeed_config()
     # A copy, since the library writes the dtype into the config that it is given.

@@ -22,14 +22,13 @@ from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
 from distiller.vision.files import (
     ClassifierFiles,
     Processor,
-    check_weights,
     inspect_config,
     labels_of,
     read_config,
-    stored_files,
 )
 from distiller.vision.group_norm_export import save_group_norm
 from distiller.vision.library import new_model, read_model
+from distiller.vision.stored import check_weights, stored_files
 from distiller.vision.structure import Structure, first_tensor
 
 

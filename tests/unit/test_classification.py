@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from distiller.tasks import open_task
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
 from distiller.vision.batch_norm import FrozenBatchNorm, num_groups, replace_batch_norm
-from distiller.vision.files import Processor
+from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
@@ -358,6 +360,25 @@ class TestRuns:
         run(data | {"output_dir": str(tmp_path / "again")})
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+    def test_a_teacher_with_weights_is_not_trained_over(self, make_data, teachers, tmp_path, name):
+        folder = tmp_path / "with"
+        shutil.copytree(teachers["resnet"], folder)
+        (folder / "model.safetensors").rename(folder / name)
+        data = make_data(teacher={"path": str(folder)}, teacher_training={"max_steps": 4})
+        with pytest.raises(UserError, match=rf"has weights already \({name}\).*remove teacher_training"):
+            parse_task(data)
+
+    def test_weights_are_found_on_the_hub_too(self, tmp_path, monkeypatch):
+        classifiers.resnet_config().save_pretrained(tmp_path)
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        local = find_classifier(str(tmp_path), None, None, Processor(tmp_path, 3, "teacher"))
+        hub = replace(local, repository=("owner/name", None))
+        names = ["README.md", "sub/model.safetensors"]
+        monkeypatch.setattr("distiller.vision.files.list_repo_files", lambda name, revision: names)
+        assert (local.found_weights("sub"), hub.found_weights(None)) == (None, None)
+        assert hub.found_weights("sub") == "model.safetensors"
 
     @pytest.mark.parametrize("augmentation", ["none", "crop"])
     def test_cached_answers_train_the_same_student(self, make_data, tmp_path, fresh, augmentation):
