@@ -172,7 +172,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         pictures = digest_of(self._pictures.versions())
         return {
             **changes,
-            "config": self._files.config.to_diff_dict(),
+            "config": self._files.describe(),
             "processor": self._processor.describe(),
             "pictures": pictures,
         }
@@ -310,10 +310,12 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
 
     def _teachers_key(self, data_digest: str) -> dict[str, Any]:
         return {
-            "config": self._files.config.to_diff_dict(),
+            "config": self._files.describe(),
             "processor": self._processor.describe(),
             "training": self._recipe.teacher_training.model_dump(mode="json"),
             "data": data_digest,
+            # Of a large folder this is a look at every file, so only where it is used.
+            "pictures": digest_of(self._pictures.versions()) if self._trains_teacher else None,
             "crop_scale": self._recipe.data.crop_scale,
         }
 

@@ -22,6 +22,9 @@ from distiller.vision.structure import Structure, inspect_model
 Picture = np.ndarray
 """uint8 [H, W, C], C as the model has it."""
 
+UNTOLD = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys of a config that change no answer: who wrote it, where it lay, and how its weights were saved."""
+
 
 @dataclass(frozen=True)
 class ClassifierFiles:
@@ -40,6 +43,10 @@ class ClassifierFiles:
     config: PretrainedConfig
     structure: Structure
     labels: tuple[str, ...]
+
+    def describe(self) -> dict[str, Any]:
+        """What the config says of the model, for keys and digests: the same under every version of the library."""
+        return _told(self.config.to_diff_dict())
 
     def fetch(self) -> Path:
         """Makes the weights present (downloads them from a hub) and returns the folder. Reads headers only.
@@ -208,6 +215,13 @@ def _listed(name: str, revision: str | None, folder: str) -> list[str]:
         # Offline, or as in `download`: then the descriptions came from the local cache, which was looked at before.
         return []
     return [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder.strip("/")]
+
+
+def _told(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those keys, in the configs of parts too."""
+    return {
+        key: _told(value) if isinstance(value, dict) else value for key, value in values.items() if key not in UNTOLD
+    }
 
 
 def _line(error: Exception) -> str:

@@ -112,13 +112,13 @@ class DatasetPictures(Pictures):
             )
         self.class_names = tuple(feature.names)
         self.classes = list(loaded[data.label_column])
-        self.names = [f"{loaded._fingerprint}/{number}" for number in range(len(loaded))]
+        self.names = [f"{loaded._fingerprint}/{data.image_column}/{number}" for number in range(len(loaded))]
         if any(number not in range(len(self.class_names)) for number in self.classes):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
     def versions(self) -> list[Any]:
-        return [str(self._loaded._fingerprint)]
+        return [str(self._loaded._fingerprint), self._column]
 
     def read(self, number: int, num_channels: int) -> Picture:
         try:

@@ -247,6 +247,14 @@ class TestData:
         assert ours.class_names == theirs.class_names
         assert list(ours.classes) == list(theirs.classes)
         assert all(np.array_equal(ours.read(i, 3), theirs.read(i, 3)) for i in range(len(ours.classes)))
+        other = (
+            loaded["train"].add_column("thumbnail", loaded["train"]["image"]).cast_column("thumbnail", datasets.Image())
+        )
+        other.save_to_disk(str(tmp_path / "two"))
+        of = lambda column: ClassificationData(kind="datasets", path=str(tmp_path / "two"), image_column=column)  # noqa: E731
+        one, two = (open_pictures(of(column)) for column in ("image", "thumbnail"))
+        assert one.versions() != two.versions()
+        assert one.names != two.names
         for changes, words in (
             ({"split": "x"}, "there are train"),
             ({"image_column": "x"}, "there are image, label"),
@@ -360,6 +368,27 @@ class TestRuns:
         run(data | {"output_dir": str(tmp_path / "again")})
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+
+    def test_keys_know_the_pictures_and_not_who_wrote_the_config(self, make_data, pictures, tmp_path):
+        bare, mine = tmp_path / "bare", shutil.copytree(pictures, tmp_path / "mine")
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        data = make_data(teacher={"path": str(bare)}, teacher_training={"max_steps": 4}, data={"path": str(mine)})
+
+        def keys() -> tuple[Path, dict]:
+            task = parse_task(data)
+            return task._stage.folder, task.cached_inputs(torch.float32)
+
+        before = keys()
+        config = json.loads((bare / "config.json").read_text())
+        (bare / "config.json").write_text(
+            json.dumps(config | {"transformers_version": "9.9", "dtype": "float16", "_name_or_path": "me"})
+        )
+        assert keys() == before
+        Image.fromarray(np.zeros((36, 40, 3), np.uint8)).save(mine / "cat" / "000.png")
+        after = keys()
+        assert after[0] != before[0]
+        assert after[1]["pictures"] != before[1]["pictures"]
 
     @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
     def test_a_teacher_with_weights_is_not_trained_over(self, make_data, teachers, tmp_path, name):
