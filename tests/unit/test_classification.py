@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoImageProcessor, AutoModelForImageClassification, PoolFormerConfig
@@ -237,6 +237,22 @@ class TestData:
         ):
             with pytest.raises(UserError, match=words):
                 class_numbers(names, labels, "data")
+
+    def test_pictures_stand_upright_and_keep_their_greys(self, tmp_path):
+        (tmp_path / "cat").mkdir()
+        ramp = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+        Image.fromarray(ramp).save(tmp_path / "cat" / "grey.png")
+        lying = np.zeros((20, 40, 3), np.uint8)
+        lying[:, :10] = 255
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        Image.fromarray(lying).save(tmp_path / "cat" / "lying.png", exif=exif)
+        opened = open_pictures(ClassificationData(path=str(tmp_path)))
+        assert np.array_equal(opened.read(0, 1)[..., 0], np.rint(ramp / 257))
+        assert np.array_equal(opened.read(0, 3)[..., 2], np.rint(ramp / 257))
+        upright = opened.read(1, 3)
+        assert upright.shape == (40, 20, 3)
+        assert (upright[:10].min(), upright[10:].max()) == (255, 0)
 
     def test_a_saved_data_set_holds_the_folder_s_pictures(self, pictures, tmp_path):
         datasets = pytest.importorskip("datasets")
