@@ -106,9 +106,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
                 "note: student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run "
                 "split in another way is another run; frozen and group do not"
             )
-        rates = [layer.p for layer in self._plan.skeleton().modules() if isinstance(layer, nn.Dropout)]
-        if any(rates):
-            accelerator.print(f"note: the student has dropout ({max(rates):g}), which is drawn anew under every split")
+        if self._plan.dropout:
+            keys = ", ".join(self._plan.dropout)
+            accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
         if self._trains_teacher:
             was_there = self._stage.is_complete
             self._stage.make_once(

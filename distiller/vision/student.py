@@ -39,6 +39,8 @@ class StudentPlan:
     options: ClassificationStudent
     config: PretrainedConfig
     structure: Structure
+    dropout: tuple[str, ...]
+    """Keys of the config that were above 0 and are 0 now."""
 
     def skeleton(self) -> nn.Module:
         """The model on the meta device, with the norms that it is trained with."""
@@ -66,6 +68,7 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             raise UserError(f"{origin} is not a folder; give a saved model's")
         config = read_config(folder / "config.json", origin)
         check_weights(folder, origin)
+    dropout = without_dropout(config)
     structure = inspect_config(config, processor.shape, origin)
     if structure.num_logits != files.structure.num_logits:
         raise UserError(
@@ -83,7 +86,30 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
     config.dtype = torch.float32
     config.id2label = dict(enumerate(files.labels))
     config.label2id = {name: number for number, name in enumerate(files.labels)}
-    return StudentPlan(options, config, structure)
+    return StudentPlan(options, config, structure, dropout)
+
+
+def without_dropout(config: PretrainedConfig) -> tuple[str, ...]:
+    """Takes every kind of dropout out of a config, and returns its keys: no two engines or splits share its masks.
+
+    By the config's keys, since much of it is no `nn.Dropout`: whole paths (`drop_path_rate`), attention's own rates.
+    """
+    found: list[str] = []
+    for key, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            found += [f"{key}.{inner}" for inner in without_dropout(value)]
+        elif "drop" in key and _is_rate(value):
+            setattr(config, key, 0.0)
+            found.append(key)
+        elif "drop" in key and isinstance(value, list | tuple) and any(map(_is_rate, value)):
+            setattr(config, key, type(value)(0.0 if _is_rate(rate) else rate for rate in value))
+            found.append(key)
+    return tuple(found)
+
+
+def _is_rate(value: object) -> bool:
+    """Whether it is a number above 0; a switch is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequence[Path], seed: int) -> nn.Module:

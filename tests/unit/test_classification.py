@@ -14,7 +14,15 @@ import torch
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, PoolFormerConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ConvNextConfig,
+    CvtConfig,
+    PoolFormerConfig,
+    SwinConfig,
+    UperNetConfig,
+)
 
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
@@ -31,6 +39,7 @@ from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
+from distiller.vision.student import without_dropout
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -263,9 +272,7 @@ class TestData:
         assert ours.class_names == theirs.class_names
         assert list(ours.classes) == list(theirs.classes)
         assert all(np.array_equal(ours.read(i, 3), theirs.read(i, 3)) for i in range(len(ours.classes)))
-        other = (
-            loaded["train"].add_column("thumbnail", loaded["train"]["image"]).cast_column("thumbnail", datasets.Image())
-        )
+        other = loaded["train"].map(lambda row: {"thumbnail": row["image"]})
         other.save_to_disk(str(tmp_path / "two"))
         of = lambda column: ClassificationData(kind="datasets", path=str(tmp_path / "two"), image_column=column)  # noqa: E731
         one, two = (open_pictures(of(column)) for column in ("image", "thumbnail"))
@@ -341,6 +348,34 @@ class TestRuns:
         ours = load_student(folder, open_task(parse(data))._plan, torch.device("cpu"))
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
+
+    @pytest.mark.parametrize(
+        ("config", "found"),
+        [
+            (classifiers.vit_config(hidden_dropout_prob=1, attention_probs_dropout_prob=0.2),
+             {"hidden_dropout_prob", "attention_probs_dropout_prob"}),
+            (CvtConfig(drop_path_rate=[0.0, 0.0, 0.3]), {"drop_path_rate"}),
+            (SwinConfig(), {"drop_path_rate"}),
+            (ConvNextConfig(), set()),
+            (UperNetConfig(backbone_config=SwinConfig(drop_path_rate=0.3)), {"backbone_config.drop_path_rate"}),
+        ],
+    )  # fmt: skip
+    def test_no_dropout_of_any_kind_is_left(self, config, found):
+        assert set(without_dropout(config)) == found
+        assert without_dropout(config) == ()
+
+    def test_a_student_with_dropout_answers_alike_in_training(self, make_data, capsys):
+        # Attention's own rate is no nn.Dropout.
+        student = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+        data = make_data("vit", student=student, train={"max_steps": 1})
+        model = open_task(parse(data)).build_student().train()
+        pixels = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            assert torch.equal(model(pixels)[0], model(pixels)[0])
+        exported = json.loads((run(data) / "student" / "config.json").read_text())
+        said = "trains without dropout (hidden_dropout_prob, attention_probs_dropout_prob)"
+        assert said in capsys.readouterr().out
+        assert exported["attention_probs_dropout_prob"] == exported["hidden_dropout_prob"] == 0
 
     @pytest.mark.parametrize("kind", CONFIGS)
     def test_the_student_is_float32_whatever_its_config_says(self, make_data, kind):
