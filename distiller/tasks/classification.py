@@ -84,7 +84,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             Augmentation(recipe.teacher_training.augmentation, recipe.data.crop_scale),
             recipe.teacher_training.seed,
         )
-        digest = digest_of([list(pictures.names), list(pictures.classes), recipe.data.held_out])
+        # With the places, since a sample's id is one among them.
+        digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
         self._stage = Stage("teacher", self._teachers_key(digest), recipe.stages_dir)
         self.network = ClassifierNetwork(
             self._files.config, self._files.structure, self._files.source, self._weight_files

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -235,6 +236,21 @@ class TestData:
         assert [sum(classes[place] == number for place in held_out) for number in range(3)] == [2, 4, 1]
         assert sorted([*trained, *held_out]) == list(range(35))
         assert split_held_out(classes, 0.2) == (trained, held_out)
+        # Which ones, as they have always been.
+        assert sorted(held_out) == [3, 4, 19, 20, 21, 22, 33]
+
+    def test_the_first_so_many_are_of_all_classes(self, make_data):
+        classes = [0] * 100 + [1] * 100 + [2] * 100
+        for places in split_held_out(classes, 0.5):
+            assert min(sum(classes[place] == number for place in places[:30]) for number in range(3)) >= 5
+        task = parse_task(make_data(data={"max_samples": 12}))
+        assert {task._data.label(number) for number in range(12)} == {0, 1, 2}
+
+    def test_a_large_data_set_is_split_in_one_pass(self):
+        started = time.perf_counter()
+        split_held_out(list(range(4000)) * 10, 0.2)
+        # One pass for each class took twenty seconds.
+        assert time.perf_counter() - started < 10
 
     def test_classes_are_matched_by_name(self):
         assert class_numbers(["owl", "cat"], classifiers.LABELS, "data") == [2, 0]
