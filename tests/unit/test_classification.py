@@ -255,6 +255,10 @@ class TestData:
     def test_classes_are_matched_by_name(self):
         assert class_numbers(["owl", "cat"], classifiers.LABELS, "data") == [2, 0]
         assert class_numbers(["a", "b"], ("LABEL_0", "LABEL_1"), "data") == [0, 1]
+        # In the order of folders: LABEL_10 is the second.
+        labels = tuple(f"LABEL_{number}" for number in range(11))
+        assert class_numbers(sorted(labels), labels, "data") == [0, 1, 10, *range(2, 10)]
+        assert class_numbers(["LABEL_2"], labels, "data") == [2]
         for names, labels, words in (
             (["cow"], classifiers.LABELS, "'cow' is none of the teacher's"),
             (["a"], ("LABEL_0", "LABEL_1"), "1 classes and the teacher 2"),
