@@ -46,6 +46,8 @@ MAX_SAMPLES = 10
 class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
 
+    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+
     def __init__(self, recipe: ClassificationRecipe) -> None:
         self._recipe, self._losses = recipe, recipe.task.losses
         teacher = recipe.teacher
