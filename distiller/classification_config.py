@@ -80,7 +80,7 @@ class ClassificationData(Data):
         "images", description="images = a folder for each class; datasets = a saved data set; digits = scikit-learn's"
     )
     path: Location | None = Field(None, description="the folder; of digits none")
-    max_samples: Positive | None = Field(None, description="train on the first so many only")
+    max_samples: Positive | None = Field(None, description="train on so many only, the same ones in every run")
     split: Location = Field("train", description="datasets: which part of the data set")
     image_column: Location = Field("image", description="datasets: where the pictures are")
     label_column: Location = Field("label", description="datasets: where the classes are")
@@ -115,7 +115,7 @@ class TeacherTraining(Section):
 class ClassificationEvaluation(Section):
     """What `evaluate` measures, on the pictures that were held out."""
 
-    num_samples: Positive | None = Field(None, description="only the first so many held-out pictures")
+    num_samples: Positive | None = Field(None, description="only so many of the held-out pictures")
     batch_size: Positive = Field(64, description="pictures a forward pass")
     min_accuracy_ratio: PositiveFloat | None = Field(
         None, description="quality gate: the student's accuracy over the teacher's; exit 3 below it"

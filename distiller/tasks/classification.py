@@ -23,12 +23,13 @@ from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
 from distiller.vision.converted import converted_files
 from distiller.vision.evaluation import ask_teacher, compare, prediction_grid
-from distiller.vision.files import Processor, find_classifier, find_folder, read_config, stored_files
+from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.labels import class_numbers
 from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, PictureBatch, PictureData, collate, split_held_out
 from distiller.vision.sources import as_picture, open_pictures
+from distiller.vision.stored import stored_files
 from distiller.vision.student import (
     DistilledClassifier,
     build_model,
@@ -55,6 +56,12 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
         self._trains_teacher = recipe.teacher_training.max_steps is not None
+        if self._trains_teacher and (found := self._files.found_weights(teacher.subfolder)):
+            raise UserError(
+                f"teacher_training.max_steps is {recipe.teacher_training.max_steps} and {origin} has weights already "
+                f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
+                "weights"
+            )
         if not self._trains_teacher and self._files.repository is None:
             self._files.fetch()
         self._plan = plan_student(recipe.student, self._files, self._processor)
@@ -79,7 +86,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             Augmentation(recipe.teacher_training.augmentation, recipe.data.crop_scale),
             recipe.teacher_training.seed,
         )
-        digest = digest_of([list(pictures.names), list(pictures.classes), recipe.data.held_out])
+        # With the places, since a sample's id is one among them.
+        digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
         self._stage = Stage("teacher", self._teachers_key(digest), recipe.stages_dir)
         self.network = ClassifierNetwork(
             self._files.config, self._files.structure, self._files.source, self._weight_files
@@ -101,9 +109,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
                 "note: student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run "
                 "split in another way is another run; frozen and group do not"
             )
-        rates = [layer.p for layer in self._plan.skeleton().modules() if isinstance(layer, nn.Dropout)]
-        if any(rates):
-            accelerator.print(f"note: the student has dropout ({max(rates):g}), which is drawn anew under every split")
+        if self._plan.dropout:
+            keys = ", ".join(self._plan.dropout)
+            accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
         if self._trains_teacher:
             was_there = self._stage.is_complete
             self._stage.make_once(
@@ -171,7 +179,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         pictures = digest_of(self._pictures.versions())
         return {
             **changes,
-            "config": self._files.config.to_diff_dict(),
+            "config": self._files.describe(),
             "processor": self._processor.describe(),
             "pictures": pictures,
         }
@@ -309,10 +317,12 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
 
     def _teachers_key(self, data_digest: str) -> dict[str, Any]:
         return {
-            "config": self._files.config.to_diff_dict(),
+            "config": self._files.describe(),
             "processor": self._processor.describe(),
             "training": self._recipe.teacher_training.model_dump(mode="json"),
             "data": data_digest,
+            # Of a large folder this is a look at every file, so only where it is used.
+            "pictures": digest_of(self._pictures.versions()) if self._trains_teacher else None,
             "crop_scale": self._recipe.data.crop_scale,
         }
 

@@ -151,7 +151,8 @@ class Exchange:
 
 def _batch(kind: Kind, calls: Sequence[Call]) -> dict[str, Tensor]:
     """The inputs of calls of one kind, one after the other; contiguous."""
-    return {rows.name: torch.cat([call.inputs[rows.name] for call in calls]) for rows in kind.inputs}
+    # The concatenation of channels-last tensors is channels-last, which does not travel as bytes in a row.
+    return {rows.name: torch.cat([call.inputs[rows.name] for call in calls]).contiguous() for rows in kind.inputs}
 
 
 def _num_rows(tensors: Outputs) -> int:

@@ -14,8 +14,9 @@ import transformers
 
 from distiller.errors import UserError
 from distiller.stages import Stage
-from distiller.vision.files import ClassifierFiles, stored_files, stored_names
+from distiller.vision.files import ClassifierFiles
 from distiller.vision.library import read_model
+from distiller.vision.stored import stored_dtype, stored_files, stored_names
 
 
 def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -> list[Path]:
@@ -29,7 +30,8 @@ def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path) -
     stored = files.weight_files()
     if stored_names(stored) == names:
         return stored
-    stage = Stage("weights", {"files": files.digest(), "transformers": transformers.__version__}, stages_dir)
+    key = {"files": files.digest(), "dtype": "stored", "transformers": transformers.__version__}
+    stage = Stage("weights", key, stages_dir)
     stage.make_once(is_maker=True, make=lambda: _convert(files, stage))
     return stored_files(stage.folder)
 
@@ -47,7 +49,8 @@ def _convert(files: ClassifierFiles, stage: Stage) -> None:
             raise UserError(
                 f"{files.source}: its weights {what} {name}; give the weights that belong to its config.json"
             )
-    model, _ = read_model(files.root, files.config, dtype="auto")
+    # Not "auto", which is what the config says: weights that are finer than that would be rounded.
+    model, _ = read_model(files.root, files.config, dtype=stored_dtype(files.weight_files()))
     shutil.rmtree(stage.partial, ignore_errors=True)
     model.save_pretrained(stage.partial, save_original_format=False)
     stage.finish()

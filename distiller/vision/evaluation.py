@@ -31,7 +31,7 @@ def compare(
     """Accuracy of both, how often they agree, and how fast they are.
 
     Args:
-        count: of the data, the first so many.
+        count: of the data, the first so many in its order.
         prepare: brings pixels to where and as the networks take them.
 
     Returns:

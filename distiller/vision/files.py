@@ -10,17 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import constants, snapshot_download
-from safetensors import SafetensorError, safe_open
+from huggingface_hub import constants, list_repo_files, snapshot_download
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
 from distiller.resources import local_path
 from distiller.stages import digest_files
+from distiller.vision.stored import check_weights, stored_files, weights_among
 from distiller.vision.structure import Structure, inspect_model
 
 Picture = np.ndarray
 """uint8 [H, W, C], C as the model has it."""
+
+UNTOLD = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+"""Keys of a config that change no answer: who wrote it, where it lay, and how its weights were saved."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,10 @@ class ClassifierFiles:
     structure: Structure
     labels: tuple[str, ...]
 
+    def describe(self) -> dict[str, Any]:
+        """What the config says of the model, for keys and digests: the same under every version of the library."""
+        return _told(self.config.to_diff_dict())
+
     def fetch(self) -> Path:
         """Makes the weights present (downloads them from a hub) and returns the folder. Reads headers only.
 
@@ -51,6 +58,13 @@ class ClassifierFiles:
             download(*self.repository, ["*.safetensors", "*.json"])
         check_weights(self.root, self.source)
         return self.root
+
+    def found_weights(self, subfolder: str | None) -> str | None:
+        """The name of a file with weights, in any format, here or on the hub; None where there is none."""
+        found = weights_among(file.name for file in self.root.iterdir())
+        if found is None and self.repository is not None:
+            found = weights_among(_listed(*self.repository, subfolder or ""))
+        return found
 
     def weight_files(self) -> list[Path]:
         """The safetensors files, as they lie there."""
@@ -180,44 +194,6 @@ class Processor:
         self._processor.save_pretrained(folder)
 
 
-def stored_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved model: those that its index names, or its only one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    return [folder / "model.safetensors"]
-
-
-def stored_names(files: list[Path]) -> set[str]:
-    """The names of the tensors in safetensors files, from their headers."""
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as stored:
-            names |= set(stored.keys())
-    return names
-
-
-def check_weights(folder: Path, origin: str) -> None:
-    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
-    try:
-        files = stored_files(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{origin}: model.safetensors.index.json is not readable JSON with a weight_map") from error
-    for file in files:
-        if not file.is_file():
-            raise UserError(
-                f"{origin}: holds no {file.name} (other formats are not read); save the model with safetensors, or "
-                "set teacher_training.max_steps to train it first"
-            )
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{origin}: {file.name} is not a complete safetensors file ({error}); copy it again"
-            ) from error
-
-
 def download(name: str, revision: str | None, patterns: list[str], key: str = "teacher.path") -> Path:
     """Downloads what matches; every failure is one line that names the id and the way to work offline."""
     try:
@@ -229,6 +205,23 @@ def download(name: str, revision: str | None, patterns: list[str], key: str = "t
             f"{key}: {name} is no folder here and cannot be fetched ({why}); log in with `hf auth login` if it is "
             "private; to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
         ) from error
+
+
+def _listed(name: str, revision: str | None, folder: str) -> list[str]:
+    """The names of the files in one folder of a repository; none where the hub cannot be asked."""
+    try:
+        paths = list_repo_files(name, revision=revision)
+    except Exception:
+        # Offline, or as in `download`: then the descriptions came from the local cache, which was looked at before.
+        return []
+    return [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder.strip("/")]
+
+
+def _told(values: dict[str, Any]) -> dict[str, Any]:
+    """Without those keys, in the configs of parts too."""
+    return {
+        key: _told(value) if isinstance(value, dict) else value for key, value in values.items() if key not in UNTOLD
+    }
 
 
 def _line(error: Exception) -> str:

@@ -11,12 +11,14 @@ from distiller.errors import UserError, shown
 def class_numbers(names: Sequence[str], labels: Sequence[str], origin: str) -> list[int]:
     """The teacher's number for each class of the data.
 
-    By name. A teacher that was saved without names (LABEL_0, LABEL_1, ...) has the data's classes in their order.
+    By name. A teacher that was saved without names (LABEL_0, LABEL_1, ...) has the data's classes in their order,
+    unless they are called so too.
 
     Raises:
         UserError: a class of the data is none of the teacher's, or stands for two of them.
     """
-    if all(re.fullmatch(r"LABEL_\d+", label) for label in labels):
+    known = set(names) <= set(labels)
+    if not known and all(re.fullmatch(r"LABEL_\d+", label) for label in labels):
         if len(names) != len(labels):
             raise UserError(
                 f"{origin} has {len(names)} classes and the teacher {len(labels)}, without names (id2label: LABEL_0, "

@@ -109,13 +109,18 @@ def collate(samples: Sequence[PictureSample]) -> PictureBatch:
 
 
 def split_held_out(classes: Sequence[int], share: float) -> tuple[list[int], list[int]]:
-    """(trained on, held out): the same share of each class, whatever the recipe's seed, in the data's order.
+    """(trained on, held out): the same share of each class, whatever the recipe's seed.
 
-    Not by the seed: a teacher that was trained under another one would have seen what a student is judged by.
+    Not by the seed: a teacher that was trained under another one would have seen what a student is judged by. Both are
+    in an order that depends on nothing but how many pictures there are: in a folder's own, the first so many would be
+    of one class.
     """
+    members: dict[int, list[int]] = {}
+    for place, number in enumerate(classes):
+        members.setdefault(number, []).append(place)
     held_out: set[int] = set()
-    for number in sorted(set(classes)):
-        members = [place for place, other in enumerate(classes) if other == number]
-        order = torch.randperm(len(members), generator=draws.generator(0, 0, number, "held-out")).tolist()
-        held_out |= {members[place] for place in order[: round(share * len(members))]}
-    return [place for place in range(len(classes)) if place not in held_out], sorted(held_out)
+    for number, places in members.items():
+        order = torch.randperm(len(places), generator=draws.generator(0, 0, number, "held-out")).tolist()
+        held_out |= {places[place] for place in order[: round(share * len(places))]}
+    mixed = torch.randperm(len(classes), generator=draws.generator(0, 0, 0, "order-of-pictures")).tolist()
+    return [place for place in mixed if place not in held_out], [place for place in mixed if place in held_out]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image
+from PIL import Image, ImageOps
 
 from distiller.classification_config import ClassificationData
 from distiller.data.images import SUFFIXES
@@ -112,13 +112,13 @@ class DatasetPictures(Pictures):
             )
         self.class_names = tuple(feature.names)
         self.classes = list(loaded[data.label_column])
-        self.names = [f"{loaded._fingerprint}/{number}" for number in range(len(loaded))]
+        self.names = [f"{loaded._fingerprint}/{data.image_column}/{number}" for number in range(len(loaded))]
         if any(number not in range(len(self.class_names)) for number in self.classes):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
     def versions(self) -> list[Any]:
-        return [str(self._loaded._fingerprint)]
+        return [str(self._loaded._fingerprint), self._column]
 
     def read(self, number: int, num_channels: int) -> Picture:
         try:
@@ -157,6 +157,10 @@ def open_pictures(data: ClassificationData) -> Pictures:
 
 
 def as_picture(image: Image.Image, num_channels: int) -> Picture:
-    """uint8 [H, W, C] with one channel or three."""
+    """uint8 [H, W, C] with one channel or three, the way up that its EXIF entry says; 16 bits of grey become 8."""
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith("I;16"):
+        # Pillow's own conversion cuts off at 255, so that nearly all of such a picture is white.
+        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
     values = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
     return values[:, :, None] if num_channels == 1 else values

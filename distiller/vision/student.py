@@ -22,14 +22,13 @@ from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
 from distiller.vision.files import (
     ClassifierFiles,
     Processor,
-    check_weights,
     inspect_config,
     labels_of,
     read_config,
-    stored_files,
 )
 from distiller.vision.group_norm_export import save_group_norm
 from distiller.vision.library import new_model, read_model
+from distiller.vision.stored import check_weights, stored_files
 from distiller.vision.structure import Structure, first_tensor
 
 
@@ -40,6 +39,8 @@ class StudentPlan:
     options: ClassificationStudent
     config: PretrainedConfig
     structure: Structure
+    dropout: tuple[str, ...]
+    """Keys of the config that were above 0 and are 0 now."""
 
     def skeleton(self) -> nn.Module:
         """The model on the meta device, with the norms that it is trained with."""
@@ -67,6 +68,7 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             raise UserError(f"{origin} is not a folder; give a saved model's")
         config = read_config(folder / "config.json", origin)
         check_weights(folder, origin)
+    dropout = without_dropout(config)
     structure = inspect_config(config, processor.shape, origin)
     if structure.num_logits != files.structure.num_logits:
         raise UserError(
@@ -80,9 +82,34 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             f"{origin}: class {number} is {theirs[number]!r} and the teacher's {files.labels[number]!r}; the order of "
             "id2label must be equal"
         )
+    # It is trained and saved in float32, whatever the weights were that this config was written for.
+    config.dtype = torch.float32
     config.id2label = dict(enumerate(files.labels))
     config.label2id = {name: number for number, name in enumerate(files.labels)}
-    return StudentPlan(options, config, structure)
+    return StudentPlan(options, config, structure, dropout)
+
+
+def without_dropout(config: PretrainedConfig) -> tuple[str, ...]:
+    """Takes every kind of dropout out of a config, and returns its keys: no two engines or splits share its masks.
+
+    By the config's keys, since much of it is no `nn.Dropout`: whole paths (`drop_path_rate`), attention's own rates.
+    """
+    found: list[str] = []
+    for key, value in vars(config).items():
+        if isinstance(value, PretrainedConfig):
+            found += [f"{key}.{inner}" for inner in without_dropout(value)]
+        elif "drop" in key and _is_rate(value):
+            setattr(config, key, 0.0)
+            found.append(key)
+        elif "drop" in key and isinstance(value, list | tuple) and any(map(_is_rate, value)):
+            setattr(config, key, type(value)(0.0 if _is_rate(rate) else rate for rate in value))
+            found.append(key)
+    return tuple(found)
+
+
+def _is_rate(value: object) -> bool:
+    """Whether it is a number above 0; a switch is none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequence[Path], seed: int) -> nn.Module:

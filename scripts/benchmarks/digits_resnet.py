@@ -1,8 +1,9 @@
 """The digits' student with its teacher, and the same student from the labels alone, over several seeds.
 
-    python scripts/benchmarks/digits_resnet.py --samples 1438 100
+    python scripts/benchmarks/digits_resnet.py --samples 1438,100
 
-The teacher is trained once and kept (`--folder`); every run has the recipe's steps, on so many training pictures.
+The teacher is trained once and kept (`--folder`), and so is every run, under a name that says what it was given; every
+run has the recipe's steps, on so many training pictures.
 Prints held-out accuracy, mean and spread (standard deviation) over the seeds, whatever comes out.
 """
 
@@ -17,6 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from distiller.stages import digest_of
+
 ALPHAS = {"teacher and labels": None, "labels alone": 0.0}
 
 
@@ -24,7 +27,10 @@ def main() -> None:
     """Trains and evaluates every student, then prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="runs of each kind")
-    parser.add_argument("--samples", type=int, nargs="+", default=[1438], help="training pictures; 1438 = all of them")
+    # With commas: an option of several words would take the overrides after it for more of them.
+    parser.add_argument(
+        "--samples", type=numbers, default=[1438], metavar="N,N", help="training pictures; 1438 = all of them"
+    )
     parser.add_argument("--folder", type=Path, help="kept for the next time; default: a new one")
     parser.add_argument("overrides", nargs="*", help="keys of the recipe, such as train.max_steps=200")
     arguments = parser.parse_args()
@@ -36,10 +42,11 @@ def main() -> None:
         for name, alpha in ALPHAS.items():
             reports = []
             for seed in range(arguments.seeds):
-                run_dir = folder / f"{name.replace(' ', '-')}-{samples}-{seed}"
                 own = [f"seed={seed}", f"data.max_samples={samples}", f"cache_dir={folder / 'cache'}"]
                 if alpha is not None:
                     own.append(f"task.losses.distillation.alpha={alpha}")
+                # A run that was given something else is another one.
+                run_dir = folder / f"{name.replace(' ', '-')}-{samples}-{seed}-{digest_of(arguments.overrides)[:8]}"
                 reports.append(report_of(run_dir, [*own, *arguments.overrides]))
             print(row(samples, name, reports), flush=True)
     print(
@@ -47,6 +54,11 @@ def main() -> None:
         end="",
     )
     print(f"the student is 1/{reports[0]['size_ratio']:.1f} of its size")
+
+
+def numbers(text: str) -> list[int]:
+    """Whole numbers between commas."""
+    return [int(part) for part in text.split(",")]
 
 
 def report_of(run_dir: Path, overrides: list[str]) -> dict[str, Any]:

@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
+from PIL import ExifTags, Image
+from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoImageProcessor, AutoModelForImageClassification, PoolFormerConfig
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageClassification,
+    ConvNextConfig,
+    CvtConfig,
+    PoolFormerConfig,
+    SwinConfig,
+    UperNetConfig,
+)
 
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
@@ -23,12 +34,13 @@ from distiller.tasks import open_task
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
 from distiller.vision.batch_norm import FrozenBatchNorm, num_groups, replace_batch_norm
-from distiller.vision.files import Processor
+from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
+from distiller.vision.student import without_dropout
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -111,6 +123,21 @@ class TestTeacher:
             torch.testing.assert_close(answers["logits"], plain(pixels.to(dtype)).logits, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(answers["features/1"], kept[0], rtol=1e-5, atol=1e-5)
         assert task.network.num_parameters() == sum(p.numel() for p in plain.parameters())
+
+    @pytest.mark.parametrize(("said", "stored"), [("bfloat16", torch.float32), ("float32", torch.bfloat16)])
+    def test_renamed_weights_are_copied_as_they_are_stored_whatever_the_config_says(
+        self, make_data, tmp_path, said, stored
+    ):
+        folder = classifiers.save_classifier(tmp_path / "said", classifiers.vit_config())
+        weights = {name: value.to(stored) for name, value in load_file(folder / "model.safetensors").items()}
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"dtype": said}))
+        network = open_task(parse(make_data("vit", teacher={"path": str(folder)}))).network
+        copied = load_file(network.weight_files("classifier")[0])
+        assert {value.dtype for value in copied.values()} == {stored}
+        name = "classifier.weight"
+        assert torch.equal(copied[name], weights[name])
 
     def test_weights_of_another_config_are_refused(self, make_data, tmp_path):
         folder = classifiers.save_classifier(tmp_path / "mixed", classifiers.vit_config())
@@ -209,10 +236,29 @@ class TestData:
         assert [sum(classes[place] == number for place in held_out) for number in range(3)] == [2, 4, 1]
         assert sorted([*trained, *held_out]) == list(range(35))
         assert split_held_out(classes, 0.2) == (trained, held_out)
+        # Which ones, as they have always been.
+        assert sorted(held_out) == [3, 4, 19, 20, 21, 22, 33]
+
+    def test_the_first_so_many_are_of_all_classes(self, make_data):
+        classes = [0] * 100 + [1] * 100 + [2] * 100
+        for places in split_held_out(classes, 0.5):
+            assert min(sum(classes[place] == number for place in places[:30]) for number in range(3)) >= 5
+        task = parse_task(make_data(data={"max_samples": 12}))
+        assert {task._data.label(number) for number in range(12)} == {0, 1, 2}
+
+    def test_a_large_data_set_is_split_in_one_pass(self):
+        started = time.perf_counter()
+        split_held_out(list(range(4000)) * 10, 0.2)
+        # One pass for each class took twenty seconds.
+        assert time.perf_counter() - started < 10
 
     def test_classes_are_matched_by_name(self):
         assert class_numbers(["owl", "cat"], classifiers.LABELS, "data") == [2, 0]
         assert class_numbers(["a", "b"], ("LABEL_0", "LABEL_1"), "data") == [0, 1]
+        # In the order of folders: LABEL_10 is the second.
+        labels = tuple(f"LABEL_{number}" for number in range(11))
+        assert class_numbers(sorted(labels), labels, "data") == [0, 1, 10, *range(2, 10)]
+        assert class_numbers(["LABEL_2"], labels, "data") == [2]
         for names, labels, words in (
             (["cow"], classifiers.LABELS, "'cow' is none of the teacher's"),
             (["a"], ("LABEL_0", "LABEL_1"), "1 classes and the teacher 2"),
@@ -220,6 +266,22 @@ class TestData:
         ):
             with pytest.raises(UserError, match=words):
                 class_numbers(names, labels, "data")
+
+    def test_pictures_stand_upright_and_keep_their_greys(self, tmp_path):
+        (tmp_path / "cat").mkdir()
+        ramp = np.arange(0, 65536, 4096, dtype=np.uint16).reshape(4, 4)
+        Image.fromarray(ramp).save(tmp_path / "cat" / "grey.png")
+        lying = np.zeros((20, 40, 3), np.uint8)
+        lying[:, :10] = 255
+        exif = Image.Exif()
+        exif[ExifTags.Base.Orientation] = 6
+        Image.fromarray(lying).save(tmp_path / "cat" / "lying.png", exif=exif)
+        opened = open_pictures(ClassificationData(path=str(tmp_path)))
+        assert np.array_equal(opened.read(0, 1)[..., 0], np.rint(ramp / 257))
+        assert np.array_equal(opened.read(0, 3)[..., 2], np.rint(ramp / 257))
+        upright = opened.read(1, 3)
+        assert upright.shape == (40, 20, 3)
+        assert (upright[:10].min(), upright[10:].max()) == (255, 0)
 
     def test_a_saved_data_set_holds_the_folder_s_pictures(self, pictures, tmp_path):
         datasets = pytest.importorskip("datasets")
@@ -230,6 +292,12 @@ class TestData:
         assert ours.class_names == theirs.class_names
         assert list(ours.classes) == list(theirs.classes)
         assert all(np.array_equal(ours.read(i, 3), theirs.read(i, 3)) for i in range(len(ours.classes)))
+        other = loaded["train"].map(lambda row: {"thumbnail": row["image"]})
+        other.save_to_disk(str(tmp_path / "two"))
+        of = lambda column: ClassificationData(kind="datasets", path=str(tmp_path / "two"), image_column=column)  # noqa: E731
+        one, two = (open_pictures(of(column)) for column in ("image", "thumbnail"))
+        assert one.versions() != two.versions()
+        assert one.names != two.names
         for changes, words in (
             ({"split": "x"}, "there are train"),
             ({"image_column": "x"}, "there are image, label"),
@@ -301,6 +369,45 @@ class TestRuns:
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
 
+    @pytest.mark.parametrize(
+        ("config", "found"),
+        [
+            (classifiers.vit_config(hidden_dropout_prob=1, attention_probs_dropout_prob=0.2),
+             {"hidden_dropout_prob", "attention_probs_dropout_prob"}),
+            (CvtConfig(drop_path_rate=[0.0, 0.0, 0.3]), {"drop_path_rate"}),
+            (SwinConfig(), {"drop_path_rate"}),
+            (ConvNextConfig(), set()),
+            (UperNetConfig(backbone_config=SwinConfig(drop_path_rate=0.3)), {"backbone_config.drop_path_rate"}),
+        ],
+    )  # fmt: skip
+    def test_no_dropout_of_any_kind_is_left(self, config, found):
+        assert set(without_dropout(config)) == found
+        assert without_dropout(config) == ()
+
+    def test_a_student_with_dropout_answers_alike_in_training(self, make_data, capsys):
+        # Attention's own rate is no nn.Dropout.
+        student = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
+        data = make_data("vit", student=student, train={"max_steps": 1})
+        model = open_task(parse(data)).build_student().train()
+        pixels = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            assert torch.equal(model(pixels)[0], model(pixels)[0])
+        exported = json.loads((run(data) / "student" / "config.json").read_text())
+        said = "trains without dropout (hidden_dropout_prob, attention_probs_dropout_prob)"
+        assert said in capsys.readouterr().out
+        assert exported["attention_probs_dropout_prob"] == exported["hidden_dropout_prob"] == 0
+
+    @pytest.mark.parametrize("kind", CONFIGS)
+    def test_the_student_is_float32_whatever_its_config_says(self, make_data, kind):
+        plain = open_task(parse(make_data(kind))).build_student().state_dict()
+        task = open_task(parse(make_data(kind, student={"dtype": "bfloat16"})))
+        ours = task.build_student().state_dict()
+        assert all(torch.equal(ours[name], value) for name, value in plain.items())
+        skeleton = task.student_skeleton().state_dict()
+        assert {name: value.dtype for name, value in skeleton.items()} == {
+            name: value.dtype for name, value in plain.items()
+        }
+
     @pytest.mark.parametrize(("kind", "way"), [("resnet", {"depths": [1, 2]}), ("vit", {"num_layers": 2})])
     def test_a_shallower_teacher_keeps_evenly_spaced_layers(self, make_data, teachers, kind, way):
         data = make_data(kind, data={"max_samples": 16})
@@ -332,6 +439,46 @@ class TestRuns:
         run(data | {"output_dir": str(tmp_path / "again")})
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+
+    def test_keys_know_the_pictures_and_not_who_wrote_the_config(self, make_data, pictures, tmp_path):
+        bare, mine = tmp_path / "bare", shutil.copytree(pictures, tmp_path / "mine")
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        data = make_data(teacher={"path": str(bare)}, teacher_training={"max_steps": 4}, data={"path": str(mine)})
+
+        def keys() -> tuple[Path, dict]:
+            task = parse_task(data)
+            return task._stage.folder, task.cached_inputs(torch.float32)
+
+        before = keys()
+        config = json.loads((bare / "config.json").read_text())
+        (bare / "config.json").write_text(
+            json.dumps(config | {"transformers_version": "9.9", "dtype": "float16", "_name_or_path": "me"})
+        )
+        assert keys() == before
+        Image.fromarray(np.zeros((36, 40, 3), np.uint8)).save(mine / "cat" / "000.png")
+        after = keys()
+        assert after[0] != before[0]
+        assert after[1]["pictures"] != before[1]["pictures"]
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+    def test_a_teacher_with_weights_is_not_trained_over(self, make_data, teachers, tmp_path, name):
+        folder = tmp_path / "with"
+        shutil.copytree(teachers["resnet"], folder)
+        (folder / "model.safetensors").rename(folder / name)
+        data = make_data(teacher={"path": str(folder)}, teacher_training={"max_steps": 4})
+        with pytest.raises(UserError, match=rf"has weights already \({name}\).*remove teacher_training"):
+            parse_task(data)
+
+    def test_weights_are_found_on_the_hub_too(self, tmp_path, monkeypatch):
+        classifiers.resnet_config().save_pretrained(tmp_path)
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        local = find_classifier(str(tmp_path), None, None, Processor(tmp_path, 3, "teacher"))
+        hub = replace(local, repository=("owner/name", None))
+        names = ["README.md", "sub/model.safetensors"]
+        monkeypatch.setattr("distiller.vision.files.list_repo_files", lambda name, revision: names)
+        assert (local.found_weights("sub"), hub.found_weights(None)) == (None, None)
+        assert hub.found_weights("sub") == "model.safetensors"
 
     @pytest.mark.parametrize("augmentation", ["none", "crop"])
     def test_cached_answers_train_the_same_student(self, make_data, tmp_path, fresh, augmentation):
