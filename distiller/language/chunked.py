@@ -230,7 +230,9 @@ def _run_chunk(
     wants_gradient = any(gradient is not None for gradient in gradients)
     evaluate = compiled_token_losses() if call.compile else token_losses
     scale = call.gradient_scale
-    sums, by_logits = evaluate(logits, teacher, call.labels[filled], counts, call.objective, wants_gradient, scale)
+    # What fills a chunk up is the first token of all, which may not count: its label need be no id.
+    labels = call.labels[filled].masked_fill(~counts, 0)
+    sums, by_logits = evaluate(logits, teacher, labels, counts, call.objective, wants_gradient, scale)
     if by_logits is None:
         return sums
     by_logits = by_logits[:num_rows]
