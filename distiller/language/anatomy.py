@@ -26,7 +26,10 @@ class Anatomy:
 
     Attributes:
         config: the library's.
+        trusts_code: whether Python files beside the config may be run.
         num_blocks, hidden_size, vocabulary: of the model.
+        num_blocks_of_all_kinds: so many blocks, from the first, have one of each kind among them; at least 2, if there
+            are.
         block_class: the name of its blocks' class.
         block_prefix: what the blocks' names begin with in the body, such as `layers.`.
         head_names: names in the whole model of the output weight; of tied weights, the input embedding's as well.
@@ -35,7 +38,7 @@ class Anatomy:
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self._trusts_code = config, trusts_code
+        self.config, self.trusts_code = config, trusts_code
         for key in LOGIT_CHANGES:
             if (value := getattr(config, key, None)) not in (None, 1, 1.0):
                 raise UserError(
@@ -62,6 +65,7 @@ class Anatomy:
         self._whole, self._prefix = whole, f"{whole.base_model_prefix}."
         list_name, blocks = lists[0]
         self.num_blocks, self.block_prefix, self.block_class = len(blocks), f"{list_name}.", type(blocks[0]).__name__
+        self.num_blocks_of_all_kinds = _num_blocks_of_all_kinds(config, blocks)
         self.hidden_size, self.vocabulary = head.in_features, head.out_features
         names = {id(part): name for name, part in whole.named_modules()}
         own = f"{names[id(head)]}.weight"
@@ -94,14 +98,14 @@ class Anatomy:
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
         with init_empty_weights():
-            whole: Any = new_model(self.config, self._trusts_code)
+            whole: Any = new_model(self.config, self.trusts_code)
         whole.tie_weights()
         return whole
 
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
         """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it."""
         with init_empty_weights():
-            body: Any = new_model(self.config, self._trusts_code).base_model
+            body: Any = new_model(self.config, self.trusts_code).base_model
         for module in body.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
@@ -130,6 +134,20 @@ class Anatomy:
             return name and name.removeprefix(self._prefix)
         # An unknown name goes on as it is, so that it is reported.
         return None if name in self._known else name
+
+
+def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:
+    """Kinds differ in their parts, or in what the config lists for each layer."""
+    lists = [value for key, value in config.to_dict().items() if isinstance(value, list) and "layer" in key]
+    lists = [value for value in lists if len(value) == len(blocks)]
+    kinds = [
+        (
+            tuple((name, type(part).__name__) for name, part in block.named_modules()),
+            tuple(str(value[number]) for value in lists),
+        )
+        for number, block in enumerate(blocks)
+    ]
+    return max(1 + max(kinds.index(kind) for kind in set(kinds)), min(2, len(blocks)))
 
 
 def new_model(config: Any, trusts_code: bool) -> Any:
