@@ -14,7 +14,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from distiller.errors import UserError
 
 LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"),
+    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
     *("logits_mup_width_multiplier", "dim_model_base"),
 )
 """Keys of a config by which a model changes what its output layer gives; the loss has the layer alone."""
@@ -71,6 +72,12 @@ class Anatomy:
         own = f"{names[id(head)]}.weight"
         self.head_names = tuple(dict.fromkeys([own, whole.all_tied_weights_keys.get(own, own)]))
         self.head_bias = None if head.bias is None else f"{names[id(head)]}.bias"
+        parts = (self._prefix, *self.head_names, *([self.head_bias] if self.head_bias else []))
+        if others := [name for name, _ in whole.named_parameters() if not name.startswith(parts)]:
+            raise UserError(
+                f"{origin}: {type(whole).__name__} has {others[0]} between its blocks and its output layer, which this "
+                "task cannot apply; give a model without it"
+            )
         self._known = set(dict(whole.named_parameters())) | set(whole.state_dict())
         self._ignored = [*(whole._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
 

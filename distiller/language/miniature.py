@@ -62,8 +62,8 @@ def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
             )
         if not behaviour.is_causal:
             raise UserError(
-                f"{origin}: by its config, model type {kind} lets a token see those that follow it, so there is nothing "
-                "to predict; give a causal model"
+                f"{origin}: by its config, model type {kind} lets a token see those that follow it, so nothing is "
+                "left to predict; give a causal model"
             )
     if packs and not separates:
         raise UserError(

@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config, MambaConfig, OPTConfig, Qwen3Config
+from transformers import (
+    BertConfig,
+    FalconH1Config,
+    Gemma3TextConfig,
+    GraniteConfig,
+    MambaConfig,
+    ModernBertDecoderConfig,
+    OPTConfig,
+    Qwen3Config,
+)
 
 from distiller.build import build_task
 from distiller.errors import UserError
@@ -65,3 +74,28 @@ def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
     miniature.check_behaviour(anatomy, "x", packs=False)
     with pytest.raises(UserError, match=r"x: in model type llama the documents"):
         miniature.check_behaviour(anatomy, "x", packs=True)
+
+
+def test_a_model_with_weights_behind_its_body_is_refused():
+    for config in (BertConfig(**HEADS), ModernBertDecoderConfig(**HEADS, pad_token_id=0)):
+        with pytest.raises(UserError, match=r"x: \w+ has \S+ between its blocks and its output layer"):
+            Anatomy(config, False, "x")
+
+
+def test_a_model_whose_tokens_see_what_follows_is_refused():
+    small = HEADS | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
+    miniature.check_behaviour(Anatomy(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
+    anatomy = Anatomy(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
+    with pytest.raises(UserError, match="lets a token see those that follow it"):
+        miniature.check_behaviour(anatomy, "x", packs=False)
+
+
+def test_a_model_that_changes_its_logits_is_refused(monkeypatch):
+    """By what it does, where no key of its config is known to do so."""
+    import distiller.language.anatomy
+
+    monkeypatch.setattr(distiller.language.anatomy, "LOGIT_CHANGES", ())
+    config = GraniteConfig(**HEADS, num_key_value_heads=2, logits_scaling=8.0)
+    anatomy = Anatomy(config, False, "x")
+    with pytest.raises(UserError, match="changes its logits behind the output layer"):
+        miniature.check_behaviour(anatomy, "x", packs=False)
