@@ -124,7 +124,8 @@ class SparseForm:
             weights = torch.cat([head_p, (tail / self.samples).unsqueeze(1).expand(-1, self.samples)], dim=1)
             return SparseTarget(ids, weights, torch.zeros(num), records.entropy * self.entropy_step)
         sizes = records.sizes.long()
-        width = int(sizes.max()) if num else 0
+        # As wide as the draws, however few of them differ: a compiled loss is made for one width.
+        width = min(self.samples, self.vocabulary)
         filled = torch.arange(width) < sizes.unsqueeze(1)
         ids, weights = torch.zeros(num, width, dtype=torch.int64), torch.zeros(num, width)
         ids[filled] = records.entries.long()
