@@ -74,7 +74,7 @@ def test_samples_of_an_id_are_one_entry_with_a_count():
     assert records.entries.tolist() == [7, 31]
     assert records.counts.tolist() == [2, 8]
     target = form.target(records)
-    torch.testing.assert_close(target.weights, torch.tensor([[0.2, 0.8]]))
+    torch.testing.assert_close(target.weights, torch.tensor([[0.2, 0.8] + [0.0] * 8]))
 
 
 def test_tokens_with_fewer_different_samples_are_filled_up_with_weights_of_zero():
