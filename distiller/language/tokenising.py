@@ -69,7 +69,9 @@ class DocumentTokenizer:
     def digest(self) -> str:
         """The digest of what it does, wherever it was read from."""
         tokenizer = self._tokenizer
-        return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id])
+        # Chat templates are given the special tokens by their names.
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, special])
 
     def tokenise(self, documents: Iterable[Document]) -> Iterator[TokenisedDocument]:
         """In the documents' order. Raises UserError, naming the document."""
