@@ -34,10 +34,15 @@ class LanguageSource:
         num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer_folder: Path) -> None:
-        """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError."""
+    def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
+        """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError.
+
+        Args:
+            trusts_code: whether the folder's Python files may be run.
+        """
         data: LanguageData = recipe.data
-        self._data, corpus, tokenizer = data, open_corpus(data), DocumentTokenizer(tokenizer_folder)
+        self._data, corpus = data, open_corpus(data)
+        tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
         self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
         key = {
             "format": FORMAT,

@@ -48,10 +48,10 @@ class DocumentTokenizer:
       else, for each of the assistant's turns, what it adds to the turns before and their generation prompt.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError when there is no such tokenizer in the folder."""
+    def __init__(self, folder: Path, trusts_code: bool = False) -> None:
+        """`trusts_code`: whether Python files of the folder may be run. Raises UserError for what is none there."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusts_code)
         except Exception as error:
             # Whatever a damaged or missing file makes of the classes that it is tried with.
             why = " ".join(str(error).split())[:200]

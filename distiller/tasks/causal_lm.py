@@ -66,7 +66,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         check_behaviour(self.files.anatomy, self.files.origin, recipe.data.packing)
         if not recipe.student.from_teacher:
             check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
-        self._source = LanguageSource(recipe, self.files.root)
+        self._source = LanguageSource(recipe, self.files.root, trusts_code)
         check_sizes(self.files, self._student.anatomy.vocabulary, self._source.num_token_ids)
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         features = recipe.task.losses.features
