@@ -14,7 +14,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from distiller.errors import UserError
 
 LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logits_soft_cap", "logit_scale", "logits_scaling", "lm_head_multiplier"),
+    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
     *("logits_mup_width_multiplier", "dim_model_base"),
 )
 """Keys of a config by which a model changes what its output layer gives; the loss has the layer alone."""
@@ -26,7 +27,10 @@ class Anatomy:
 
     Attributes:
         config: the library's.
+        trusts_code: whether Python files beside the config may be run.
         num_blocks, hidden_size, vocabulary: of the model.
+        num_blocks_of_all_kinds: so many blocks, from the first, have one of each kind among them; at least 2, if there
+            are.
         block_class: the name of its blocks' class.
         block_prefix: what the blocks' names begin with in the body, such as `layers.`.
         head_names: names in the whole model of the output weight; of tied weights, the input embedding's as well.
@@ -35,7 +39,7 @@ class Anatomy:
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self._trusts_code = config, trusts_code
+        self.config, self.trusts_code = config, trusts_code
         for key in LOGIT_CHANGES:
             if (value := getattr(config, key, None)) not in (None, 1, 1.0):
                 raise UserError(
@@ -62,11 +66,18 @@ class Anatomy:
         self._whole, self._prefix = whole, f"{whole.base_model_prefix}."
         list_name, blocks = lists[0]
         self.num_blocks, self.block_prefix, self.block_class = len(blocks), f"{list_name}.", type(blocks[0]).__name__
+        self.num_blocks_of_all_kinds = _num_blocks_of_all_kinds(config, blocks)
         self.hidden_size, self.vocabulary = head.in_features, head.out_features
         names = {id(part): name for name, part in whole.named_modules()}
         own = f"{names[id(head)]}.weight"
         self.head_names = tuple(dict.fromkeys([own, whole.all_tied_weights_keys.get(own, own)]))
         self.head_bias = None if head.bias is None else f"{names[id(head)]}.bias"
+        parts = (self._prefix, *self.head_names, *([self.head_bias] if self.head_bias else []))
+        if others := [name for name, _ in whole.named_parameters() if not name.startswith(parts)]:
+            raise UserError(
+                f"{origin}: {type(whole).__name__} has {others[0]} between its blocks and its output layer, which this "
+                "task cannot apply; give a model without it"
+            )
         self._known = set(dict(whole.named_parameters())) | set(whole.state_dict())
         self._ignored = [*(whole._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
 
@@ -94,14 +105,14 @@ class Anatomy:
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
         with init_empty_weights():
-            whole: Any = new_model(self.config, self._trusts_code)
+            whole: Any = new_model(self.config, self.trusts_code)
         whole.tie_weights()
         return whole
 
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
         """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it."""
         with init_empty_weights():
-            body: Any = new_model(self.config, self._trusts_code).base_model
+            body: Any = new_model(self.config, self.trusts_code).base_model
         for module in body.modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
@@ -130,6 +141,20 @@ class Anatomy:
             return name and name.removeprefix(self._prefix)
         # An unknown name goes on as it is, so that it is reported.
         return None if name in self._known else name
+
+
+def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:
+    """Kinds differ in their parts, or in what the config lists for each layer."""
+    lists = [value for key, value in config.to_dict().items() if isinstance(value, list) and "layer" in key]
+    lists = [value for value in lists if len(value) == len(blocks)]
+    kinds = [
+        (
+            tuple((name, type(part).__name__) for name, part in block.named_modules()),
+            tuple(str(value[number]) for value in lists),
+        )
+        for number, block in enumerate(blocks)
+    ]
+    return max(1 + max(kinds.index(kind) for kind in set(kinds)), min(2, len(blocks)))
 
 
 def new_model(config: Any, trusts_code: bool) -> Any:

@@ -80,10 +80,11 @@ def chunked_loss(
     """The objective of N tokens from the student's last hidden states.
 
     Vocabularies of different size: the divergence (and `agreeing`) compares the first min(V, V') ids, over which both
-    softmaxes are then taken; the cross-entropy is that of all V ids of the student. The products run in the autocast
-    dtype where autocast is on, else in that of `hidden`; everything between them in float32; the weight's gradient
-    gathers in float32 and is cast once. Under `torch.no_grad` no gradient is made. Tokens that do not count are left
-    out before the products, and whatever their hidden states, logits and labels hold has no effect.
+    softmaxes are then taken (V' of a sparse target is its `vocabulary`); the cross-entropy is that of all V ids of the
+    student. The products run in the autocast dtype where autocast is on, else in that of `hidden`; everything between
+    them in float32; the weight's gradient gathers in float32 and is cast once. Under `torch.no_grad` no gradient is
+    made. Tokens that do not count are left out before the products, and whatever their hidden states, logits and labels
+    hold has no effect.
 
     Nothing communicates: a weight that an engine has sharded must be gathered by the caller. The host waits for the
     device once, to learn which tokens count, and not at all where `mask` lies on the CPU.
@@ -230,7 +231,9 @@ def _run_chunk(
     wants_gradient = any(gradient is not None for gradient in gradients)
     evaluate = compiled_token_losses() if call.compile else token_losses
     scale = call.gradient_scale
-    sums, by_logits = evaluate(logits, teacher, call.labels[filled], counts, call.objective, wants_gradient, scale)
+    # What fills a chunk up is the first token of all, which may not count: its label need be no id.
+    labels = call.labels[filled].masked_fill(~counts, 0)
+    sums, by_logits = evaluate(logits, teacher, labels, counts, call.objective, wants_gradient, scale)
     if by_logits is None:
         return sums
     by_logits = by_logits[:num_rows]
@@ -259,8 +262,7 @@ def _teacher_rows(
 ) -> Tensor | SparseTarget:
     """The teacher's logits of these rows over the shared ids, or their part of a sparse target; `height` rows."""
     if isinstance(target, SparseTarget):
-        entropy = None if target.entropy is None else target.entropy[filled]
-        return SparseTarget(target.ids[filled], target.weights[filled], target.tail[filled], entropy)
+        return target.rows(filled)
     if isinstance(target, LogitsTarget):
         return target.logits[filled, :student_vocabulary]
     weight = target.weight[:student_vocabulary]

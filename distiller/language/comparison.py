@@ -129,8 +129,8 @@ def _values(student: LanguageStudent, objective: Objective, lesson: Lesson) -> T
         logits = F.linear(hidden[rows], output.weight, output.bias)
         target, divergence, temperature = lesson.target, objective.divergence, objective.temperature
         if isinstance(target, SparseTarget):
-            part = SparseTarget(*(None if tensor is None else tensor[rows] for tensor in target))  # type: ignore[arg-type]
-            values.append(divergences.sparse_divergence(divergence, logits, part, temperature))
+            shared = logits[:, : target.vocabulary]
+            values.append(divergences.sparse_divergence(divergence, shared, target.rows(rows), temperature))
         else:
             assert isinstance(target, HiddenTarget)
             teacher = F.linear(target.hidden[rows].to(target.weight.dtype), target.weight, target.bias)

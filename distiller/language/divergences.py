@@ -164,7 +164,7 @@ class SparseTarget(NamedTuple):
     """
 
     ids: Tensor
-    """[N, K] int64, each below the student's vocabulary size."""
+    """[N, K] int64, each below `vocabulary` and the student's vocabulary size."""
 
     weights: Tensor
     """[N, K] floating."""
@@ -174,6 +174,14 @@ class SparseTarget(NamedTuple):
 
     entropy: Tensor | None = None
     """[N] floating: the teacher's, -sum p log p, in nats."""
+
+    vocabulary: int | None = None
+    """The ids that were compared, from the first; the student's softmax is over those of its own. None = over all."""
+
+    def rows(self, rows: Tensor) -> SparseTarget:
+        """Those of these indices [M] int64."""
+        entropy = None if self.entropy is None else self.entropy[rows]
+        return SparseTarget(self.ids[rows], self.weights[rows], self.tail[rows], entropy, self.vocabulary)
 
 
 def dense_divergence(divergence: Divergence, student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
@@ -200,7 +208,7 @@ def sparse_divergence(divergence: Divergence, student: Tensor, target: SparseTar
     """The divergence from a teacher of which some ids are known.
 
     Args:
-        student: logits [N, V], any floating dtype, on the target's device.
+        student: logits [N, V] of the ids that are compared, any floating dtype, on the target's device.
 
     Returns:
         [N] float32.

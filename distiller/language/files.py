@@ -125,6 +125,9 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
         raise UserError(f"{origin}: model type {kind} is none of transformers' causal language models")
     if content.get("quantization_config"):
         raise UserError(f"{origin}: is a quantised model; give the plain one (teacher.quantization quantises it)")
+    if own_code and trusts_code and file.name != "config.json":
+        # The library finds the code's files beside a config of that name alone, and would read that one.
+        raise UserError(f"{origin}: names Python code (auto_map), so the file must be called config.json; rename it")
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)

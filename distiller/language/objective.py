@@ -63,7 +63,7 @@ def token_losses(
     weight, temperature = objective.weight, objective.temperature
     gradient = None
     if isinstance(teacher, SparseTarget):
-        shared = student
+        shared = student if teacher.vocabulary is None else student[:, : teacher.vocabulary]
         likeliest = teacher.ids.gather(1, teacher.weights.argmax(1, keepdim=True)).squeeze(1)
         compare, compare_with_gradient = divergences.sparse_divergence, divergences.sparse_divergence_and_gradient
     else:

@@ -17,7 +17,7 @@ from distiller.language.tokenising import DocumentTokenizer
 from distiller.language_config import LanguageData
 from distiller.stages import Stage, digest_of
 
-FORMAT = 1
+FORMAT = 2
 """Of the stage's files and of what is made of a document; another number is another key."""
 
 
@@ -34,10 +34,15 @@ class LanguageSource:
         num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer_folder: Path) -> None:
-        """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError."""
+    def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
+        """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError.
+
+        Args:
+            trusts_code: whether the folder's Python files may be run.
+        """
         data: LanguageData = recipe.data
-        self._data, corpus, tokenizer = data, open_corpus(data), DocumentTokenizer(tokenizer_folder)
+        self._data, corpus = data, open_corpus(data)
+        tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
         self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
         key = {
             "format": FORMAT,
@@ -60,7 +65,7 @@ class LanguageSource:
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
         self.num_samples = len(self._training.row_starts) - 1
-        self.data_digest = digest_of([key, data.max_length, data.packing, data.held_out])
+        self.data_digest = digest_of([self._store.digest, data.max_length, data.packing, data.held_out])
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""

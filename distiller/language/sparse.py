@@ -120,16 +120,18 @@ class SparseForm:
             ids, tail, head_p = records.entries.long().view(num, -1), records.tail.float(), records.head.float()
             head_p *= ((1 - tail) / head_p.sum(1)).unsqueeze(1)
             if self.kind == "topk":
-                return SparseTarget(ids, head_p, tail)
+                return SparseTarget(ids, head_p, tail, None, self.vocabulary)
             weights = torch.cat([head_p, (tail / self.samples).unsqueeze(1).expand(-1, self.samples)], dim=1)
-            return SparseTarget(ids, weights, torch.zeros(num), records.entropy * self.entropy_step)
+            entropy = records.entropy * self.entropy_step
+            return SparseTarget(ids, weights, torch.zeros(num), entropy, self.vocabulary)
         sizes = records.sizes.long()
-        width = int(sizes.max()) if num else 0
+        # As wide as the draws, however few of them differ: a compiled loss is made for one width.
+        width = min(self.samples, self.vocabulary)
         filled = torch.arange(width) < sizes.unsqueeze(1)
         ids, weights = torch.zeros(num, width, dtype=torch.int64), torch.zeros(num, width)
         ids[filled] = records.entries.long()
         weights[filled] = records.counts.float() / self.samples
-        return SparseTarget(ids, weights, torch.zeros(num), records.entropy * self.entropy_step)
+        return SparseTarget(ids, weights, torch.zeros(num), records.entropy * self.entropy_step, self.vocabulary)
 
     def pack(self, records: Records) -> dict[str, Tensor]:
         """The records as a cache stores them: uint8 tensors of bytes, and halves."""

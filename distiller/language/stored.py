@@ -124,6 +124,7 @@ def target_of(outputs: Outputs, head: Head) -> Target:
         outputs[f"{SPARSE}weights"].flatten(0, 1),
         outputs[f"{SPARSE}tail"].flatten(),
         None if entropy is None else entropy.flatten(),
+        vocabulary=head.weight.shape[0],
     )
 
 

@@ -35,6 +35,7 @@ class StudentModel:
     """What the recipe's student is, before any weight is read.
 
     Attributes:
+        origin: how messages name it.
         anatomy: what its config describes.
         files: the saved model that it starts from; None for a new one and for a part of the teacher.
         dropout: keys of the config that were above 0 and are 0 now.
@@ -48,14 +49,14 @@ class StudentModel:
         self.files = None
         if options.path is not None:
             self.files = find_model("student", options.path, None, None, stages_dir, trusts_code)
-            config, origin = self.files.anatomy.config, self.files.origin
+            config, self.origin = self.files.anatomy.config, self.files.origin
         elif options.config is not None:
-            origin = f"student.config: {options.config}"
-            config = read_config(local_path(options.config), origin, trusts_code)
+            self.origin = f"student.config: {options.config}"
+            config = read_config(local_path(options.config), self.origin, trusts_code)
         else:
-            config, origin = cut_config(options, teacher), "student"
+            config, self.origin = cut_config(options, teacher), "student"
         self.dropout = _without_dropout(config)
-        self.anatomy = Anatomy(config, trusts_code, origin)
+        self.anatomy = Anatomy(config, trusts_code, self.origin)
 
     def skeleton(self) -> Any:
         """The model on the meta device."""

@@ -16,9 +16,11 @@ from tqdm import tqdm
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
 from distiller.language.tokenising import DocumentTokenizer
-from distiller.stages import Stage
+from distiller.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
+DIGEST_FILE = "digest.txt"
+"""What the tokens are, whatever made them: a chat template may write the date, which no key knows."""
 
 
 def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, max_samples: int | None) -> None:
@@ -45,6 +47,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
     }
     stage.partial.mkdir(parents=True, exist_ok=True)
     save_file(written, stage.partial / TOKENS_FILE)
+    (stage.partial / DIGEST_FILE).write_text(digest_files([stage.partial / TOKENS_FILE]), encoding="utf-8")
     stage.finish()
 
 
@@ -63,10 +66,12 @@ class TokenStore:
         starts, ends: int64 [D], where each document lies in them.
         first_learnt: int64 [D], counted from the document's start; at least 1, and its length where nothing is learnt.
         has_prompt: bool [D], whether some of its tokens are not learnt.
+        digest: of all this.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self.digest = (folder / DIGEST_FILE).read_text(encoding="utf-8")
         with safe_open(folder / TOKENS_FILE, framework="pt") as handle:
             self.tokens: Tensor = handle.get_tensor("tokens")
             self.learnt: Tensor = handle.get_tensor("learnt")

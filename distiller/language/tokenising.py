@@ -48,10 +48,10 @@ class DocumentTokenizer:
       else, for each of the assistant's turns, what it adds to the turns before and their generation prompt.
     """
 
-    def __init__(self, folder: Path) -> None:
-        """Raises UserError when there is no such tokenizer in the folder."""
+    def __init__(self, folder: Path, trusts_code: bool = False) -> None:
+        """`trusts_code`: whether Python files of the folder may be run. Raises UserError for what is none there."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusts_code)
         except Exception as error:
             # Whatever a damaged or missing file makes of the classes that it is tried with.
             why = " ".join(str(error).split())[:200]
@@ -69,7 +69,9 @@ class DocumentTokenizer:
     def digest(self) -> str:
         """The digest of what it does, wherever it was read from."""
         tokenizer = self._tokenizer
-        return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, tokenizer.eos_token_id])
+        # Chat templates are given the special tokens by their names.
+        special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+        return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, special])
 
     def tokenise(self, documents: Iterable[Document]) -> Iterator[TokenisedDocument]:
         """In the documents' order. Raises UserError, naming the document."""

@@ -24,6 +24,7 @@ from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
+from distiller.language.miniature import check_behaviour
 from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
 from distiller.language.objective import Objective
 from distiller.language.rows import TextData
@@ -62,7 +63,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             check_same_tokens(self.files, self._student.files)
         check_feature_blocks(recipe.task.losses.features, self.files.anatomy, self._student.anatomy)
         check_lengths(recipe.data, self.files.anatomy, self._student.anatomy)
-        self._source = LanguageSource(recipe, self.files.root)
+        check_behaviour(self.files.anatomy, self.files.origin, recipe.data.packing)
+        if not recipe.student.from_teacher:
+            check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
+        self._source = LanguageSource(recipe, self.files.root, trusts_code)
         check_sizes(self.files, self._student.anatomy.vocabulary, self._source.num_token_ids)
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         features = recipe.task.losses.features

@@ -1,6 +1,7 @@
 """A recipe's documents: tokenised once, split the same way for everyone."""
 
 import json
+from datetime import datetime, timedelta
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from accelerate import Accelerator
 
 from distiller.errors import UserError
 from distiller.language.source import LanguageSource, held_out_documents
+from distiller.language.tokenising import DocumentTokenizer
 from distiller.language_config import LanguageData
 from tests.toy_language import CHAT, byte_level, language_recipe, word_level
 
@@ -122,3 +124,34 @@ def test_a_path_is_given_where_one_is_read():
         LanguageData(kind="jsonl")
     with pytest.raises(ValueError, match="python-docs reads no file"):
         LanguageData(kind="python-docs", path="x")
+
+
+def test_the_datas_digest_is_that_of_the_tokens(tmp_path, monkeypatch):
+    """A chat template may write the day, or special tokens, which are no part of the vocabulary's file."""
+    file = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "a cat"}]
+    file.write_text("\n".join(json.dumps({"messages": turns}) for _ in range(4)))
+    corpus = {"kind": "jsonl", "path": str(file)}
+    dated = byte_level(tmp_path / "dated", "{{ strftime_now('%A') }}" + CHAT)
+    first = LanguageSource(language_recipe(tmp_path / "one", **corpus), dated)
+    assert LanguageSource(language_recipe(tmp_path / "one", **corpus), dated).data_digest == first.data_digest
+    plain = byte_level(tmp_path / "plain", "Blursday" + CHAT)
+    assert LanguageSource(language_recipe(tmp_path / "one", **corpus), plain).data_digest != first.data_digest
+
+    class Tomorrow(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return datetime.now(tz) + timedelta(days=1)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Tomorrow)
+    other_day = LanguageSource(language_recipe(tmp_path / "two", **corpus), dated)
+    assert other_day.data_digest != first.data_digest
+    # Made once: what is in the folder stays what it was.
+    assert LanguageSource(language_recipe(tmp_path / "one", **corpus), dated).data_digest == first.data_digest
+
+
+def test_special_tokens_of_a_chat_template_belong_to_the_key(tmp_path):
+    folders = [byte_level(tmp_path / name, "{{ bos_token }}" + CHAT) for name in ("one", "two")]
+    config = folders[1] / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"bos_token": "<|system|>"}))
+    assert DocumentTokenizer(folders[0]).digest != DocumentTokenizer(folders[1]).digest

@@ -175,6 +175,52 @@ def test_another_tokenizer_is_refused_by_its_first_token_that_differs(task_of, t
         task_of(student={"num_layers": None, "path": str(folder)})
 
 
+OWN_CONFIG = """from transformers import LlamaConfig
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+"""
+OWN_MODEL = """from transformers import LlamaForCausalLM
+
+from .own_config import OwnConfig
+
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+OWN_TOKENIZER = """from transformers import PreTrainedTokenizerFast
+
+
+class OwnTokenizer(PreTrainedTokenizerFast):
+    pass
+"""
+
+
+def write_own_code(folder: Path) -> Path:
+    """Beside a saved Llama: its classes as Python files, and none of the library's names in its descriptions."""
+    for name, text in (("config", OWN_CONFIG), ("model", OWN_MODEL), ("tokenizer", OWN_TOKENIZER)):
+        (folder / f"own_{name}.py").write_text(text)
+    names = {"AutoConfig": "own_config.OwnConfig", "AutoModelForCausalLM": "own_model.OwnModel"}
+    change_config(folder, model_type="own_llama", auto_map=names)
+    file = folder / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    return folder
+
+
+def test_code_of_a_models_folder_runs_where_it_is_trusted(task_of, tmp_path):
+    folder = write_own_code(toy_causal_lm.save_model(tmp_path / "own"))
+    with pytest.raises(UserError, match=r"task\.trust_remote_code=true"):
+        task_of(teacher_path=folder)
+    trusting = {"task": {"trust_remote_code": True}}
+    task = task_of(teacher_path=folder, **trusting)
+    assert type(task.files.tokenizer).__name__ == "OwnTokenizer"
+    other = (folder / "config.json").rename(folder / "student.json")
+    with pytest.raises(UserError, match=r"student\.config: \S+student.json: .* must be called config.json"):
+        task_of(student={"num_layers": None, "config": str(other)}, **trusting)
+
+
 def test_fused_heads_are_not_cut(task_of):
     with pytest.raises(UserError, match=r"student.hidden_size: the teacher's transformer.*give num_layers alone"):
         task_of("gpt2", student={"num_layers": None, "hidden_size": 16})

@@ -74,7 +74,7 @@ def test_samples_of_an_id_are_one_entry_with_a_count():
     assert records.entries.tolist() == [7, 31]
     assert records.counts.tolist() == [2, 8]
     target = form.target(records)
-    torch.testing.assert_close(target.weights, torch.tensor([[0.2, 0.8]]))
+    torch.testing.assert_close(target.weights, torch.tensor([[0.2, 0.8] + [0.0] * 8]))
 
 
 def test_tokens_with_fewer_different_samples_are_filled_up_with_weights_of_zero():
@@ -85,6 +85,17 @@ def test_tokens_with_fewer_different_samples_are_filled_up_with_weights_of_zero(
     assert target.ids.shape == (2, 10)
     torch.testing.assert_close(target.weights.sum(1), torch.ones(2))
     assert target.weights[1].tolist() == [1.0] + [0.0] * 9
+
+
+def test_targets_are_of_one_width_whatever_was_drawn():
+    """A compiled loss is made for one shape."""
+    certain = torch.full((3, 40), -30.0)
+    certain[:, 3] = 5.0
+    for samples, width in ((12, 12), (60, 40)):
+        form = SparseForm("sampled", 0, samples, 1.0, 40)
+        for teacher in (certain, torch.zeros(3, 40), torch.zeros(0, 40)):
+            target = form.target(form.make(teacher, torch.rand(len(teacher), dtype=torch.float64)))
+            assert target.ids.shape == target.weights.shape == (len(teacher), width)
 
 
 def test_ids_outside_of_the_shared_vocabulary_are_left_out():

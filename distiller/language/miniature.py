@@ -1,0 +1,142 @@
+"""A small random model of a config's kind shows, on the CPU and before any weight is read, what its code does."""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+
+from distiller.errors import UserError
+from distiller.language.anatomy import Anatomy, new_model
+
+JOINING_TYPES = ()
+"""Model types whose documents see each other in a packed row, for configs of which no small model can be made."""
+
+MOST_PARAMETERS = 100_000_000
+"""Of the small model: some configs have no width that can be divided."""
+VOCABULARY = 128
+LENGTH = 8
+"""Tokens of a document."""
+WIDTH = re.compile(
+    r"hidden_size|heads(_|$)|n_head(_|$)|intermediate|ffn|ff_dim|d_model|d_ssm|n_embd|n_inner|embed_dim|proj_dim|lru_width"
+)
+"""Keys of a config which are divided together, so that a head keeps its channels."""
+
+
+@final
+@dataclass(frozen=True)
+class Behaviour:
+    """What a model does.
+
+    Attributes:
+        is_causal: no token sees those behind it.
+        separates: positions that begin again at 0 hide from a token what stands before them.
+        has_plain_logits: they are what the output layer makes of the last hidden states.
+    """
+
+    is_causal: bool
+    separates: bool
+    has_plain_logits: bool
+
+
+def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
+    """Raises UserError, which `origin` begins, for a model that this task's loss or batches do not fit.
+
+    Args:
+        packs: whether rows hold several documents.
+    """
+    kind, behaviour = anatomy.config.model_type, observe(anatomy)
+    if behaviour is None:
+        separates = kind not in JOINING_TYPES
+    else:
+        separates = behaviour.separates
+        if not behaviour.has_plain_logits:
+            raise UserError(
+                f"{origin}: model type {kind} changes its logits behind the output layer, or its hidden states before "
+                "it, which this task cannot do in chunks; give another model"
+            )
+        if not behaviour.is_causal:
+            raise UserError(
+                f"{origin}: by its config, model type {kind} lets a token see those that follow it, so nothing is "
+                "left to predict; give a causal model"
+            )
+    if packs and not separates:
+        raise UserError(
+            f"{origin}: in model type {kind} the documents of a packed row would see each other; set data.packing=false"
+        )
+
+
+def observe(anatomy: Anatomy) -> Behaviour | None:
+    """Runs the small model, on the CPU in float32; None where there is none. The random state is left as it was."""
+    try:
+        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+            torch.manual_seed(0)
+            return _observe(small_config(anatomy), anatomy.trusts_code)
+    except Exception:
+        # A config may contradict itself once it is cut, and each of the library's models says so in its own way.
+        return None
+
+
+def small_config(anatomy: Anatomy) -> Any:
+    """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
+    config, num_blocks = copy.deepcopy(anatomy.config), anatomy.num_blocks_of_all_kinds
+    values = config.to_dict()
+    for key, value in values.items():
+        if isinstance(value, list) and len(value) == anatomy.num_blocks and "layer" in key:
+            setattr(config, key, value[:num_blocks])
+    config.num_hidden_layers = num_blocks
+    widths = {key: value for key, value in values.items() if type(value) is int and value > 1 and WIDTH.search(key)}
+    divisor = next(number for number in (16, 8, 4, 2, 1) if all(value % number == 0 for value in widths.values()))
+    for key, value in widths.items():
+        setattr(config, key, value // divisor)
+    # A token's experts exist, and as many in each of the groups that some routers choose among.
+    chosen = [
+        value for key, value in values.items() if re.search("experts_per_tok|top_?k$", key) and value in range(64)
+    ]
+    experts = max([2, *chosen]) * (values.get("n_group") or 1)
+    for key, value in values.items():
+        if re.search("(num_experts|local_experts|routed_experts)$", key) and type(value) is int:
+            setattr(config, key, min(value, experts))
+    config.vocab_size = min(config.vocab_size, VOCABULARY)
+    for key, value in values.items():
+        if key.endswith("token_id") and type(value) is int and value >= config.vocab_size:
+            setattr(config, key, 0)
+    return config
+
+
+def _observe(config: Any, trusts_code: bool) -> Behaviour | None:
+    with init_empty_weights():
+        if new_model(config, trusts_code).num_parameters() > MOST_PARAMETERS:
+            return None
+    model = new_model(config, trusts_code).eval()
+    for parameter in model.parameters():
+        # New biases and gates are zero, which would hide what they do.
+        parameter.add_(0.05 * torch.randn_like(parameter))
+    body, head = model.base_model, model.get_output_embeddings()
+    one, other, third, fourth = torch.randint(config.vocab_size // 2, config.vocab_size, (4, LENGTH))
+    ids = torch.stack([torch.cat(pair) for pair in ((one, third), (other, third), (one, fourth))])
+    through = torch.arange(2 * LENGTH).expand(3, -1)
+
+    def hidden_of(positions: Tensor) -> Tensor:
+        return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
+
+    as_one, apart = hidden_of(through), hidden_of(through % LENGTH)
+    logits, expected = model(input_ids=ids, position_ids=through, use_cache=False).logits, head(as_one)
+    # How far the first document moves the second where it is to be seen: what hides it leaves nothing but rounding.
+    effect = _distance(as_one[0, LENGTH:], as_one[1, LENGTH:])
+    if not (1e-5 < effect < float("inf")):
+        return None
+    return Behaviour(
+        is_causal=_distance(as_one[0, :LENGTH], as_one[2, :LENGTH]) <= 1e-3 * effect,
+        separates=_distance(apart[0, LENGTH:], apart[1, LENGTH:]) <= 1e-3 * effect,
+        has_plain_logits=_distance(logits, expected) <= 1e-3 * float(expected.abs().max()),
+    )
+
+
+def _distance(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
