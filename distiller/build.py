@@ -198,15 +198,15 @@ def open_run_cache(
     """The layout of the run's cache, and after how many epochs its draws repeat. Raises UserError."""
     if not task.needs_live_teacher:
         raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
+    epochs = epochs_of(plan, last_step) if task.has_draws else 1
+    folder = Path(recipe.teacher.cache or "")
+    key = content_key(recipe, task, dtype)
+    manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     if (missing := task.missing_stage(dtype)) is not None:
         raise UserError(
             f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong; give the cache_dir "
             "(or output_dir) that `distiller cache` was run with"
         )
-    epochs = epochs_of(plan, last_step) if task.has_draws else 1
-    folder = Path(recipe.teacher.cache or "")
-    key = content_key(recipe, task, dtype)
-    manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
 
 

@@ -20,7 +20,7 @@ from distiller.errors import (
     UserError,
 )
 from distiller.machines import is_first_machine, report_failure
-from distiller.process import is_main_process, prepare_environment, rank
+from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
 from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
 
@@ -62,6 +62,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
         return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     finally:
         stops.close()
+        end_loader_processes()
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -76,6 +77,16 @@ def settle_loader_worker(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         _signal_at_parents_death(signal.SIGKILL)
+
+
+def end_loader_processes() -> None:
+    """Kills loader processes that are left; the last thing that a command does.
+
+    The frames of an exception keep them alive, they ignore the SIGTERM that Python sends them at its exit, and it would
+    wait for them for ever.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
 
 
 def _signal_at_parents_death(number: int) -> None:
