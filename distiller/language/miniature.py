@@ -17,7 +17,7 @@ from distiller.language.anatomy import Anatomy, new_model
 JOINING_TYPES = ()
 """Model types whose documents see each other in a packed row, for configs of which no small model can be made."""
 
-MOST_PARAMETERS = 100_000_000
+MOST_PARAMETERS = 150_000_000
 """Of the small model: some configs have no width that can be divided."""
 VOCABULARY = 128
 LENGTH = 8
