@@ -61,8 +61,8 @@ def check_lengths(data: LanguageData, teacher: Anatomy, student: Anatomy) -> Non
         changes_at = _changing_length(anatomy.config)
         if changes_at is not None and data.max_length > changes_at:
             raise UserError(
-                f"data.max_length is {data.max_length} and the {owner} turns its rotary positions otherwise for a "
-                f"whole batch once a row is longer than {changes_at} tokens (original_max_position_embeddings); lower it"
+                f"data.max_length is {data.max_length} and the {owner} turns its rotary positions another way for "
+                f"all rows once one has more than {changes_at} tokens (original_max_position_embeddings); lower it"
             )
 
 
