@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy
 from distiller.language.divergences import (
@@ -55,3 +58,34 @@ def check_lengths(data: LanguageData, teacher: Anatomy, student: Anatomy) -> Non
                 f"data.max_length is {data.max_length} and the {owner} reads at most {limit} tokens "
                 "(max_position_embeddings); lower it"
             )
+        changes_at = _changing_length(anatomy.config)
+        if changes_at is not None and data.max_length > changes_at:
+            raise UserError(
+                f"data.max_length is {data.max_length} and the {owner} turns its rotary positions another way for "
+                f"all rows once one has more than {changes_at} tokens (original_max_position_embeddings); lower it"
+            )
+
+
+def check_continuations(
+    beginnings: Sequence[Sequence[int]], max_new_tokens: int, teacher: Anatomy, student: Anatomy
+) -> None:
+    """Both models can read every beginning with what they go on with."""
+    longest = max(map(len, beginnings), default=0)
+    for owner, anatomy in (("teacher", teacher), ("student", student)):
+        limit = anatomy.max_positions
+        if beginnings and limit is not None and longest + max_new_tokens > limit:
+            raise UserError(
+                f"evaluation.max_new_tokens is {max_new_tokens} after a prompt of {longest} tokens and the {owner} "
+                f"reads at most {limit} (max_position_embeddings); lower it, or shorten the prompt"
+            )
+
+
+def _changing_length(config: Any) -> int | None:
+    """The length above which rotary positions are scaled by the batch's longest row; None where they never are."""
+    given = getattr(config, "rope_parameters", None) or {}
+    # Of the whole model, or for each of its kinds of layers.
+    for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
+        if rope.get("rope_type") in ("longrope", "dynamic"):
+            limit = rope.get("original_max_position_embeddings")
+            return limit or getattr(config, "original_max_position_embeddings", None)
+    return None

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.language.batch import TokenSample
-from distiller.language.checks import check_feature_blocks, check_lengths, objective_of
+from distiller.language.checks import check_continuations, check_feature_blocks, check_lengths, objective_of
 from distiller.language.chunked import HiddenTarget, Target
 from distiller.language.comparison import compare_forms, table
 from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
@@ -69,6 +69,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._source = LanguageSource(recipe, self.files.root, trusts_code)
         check_sizes(self.files, self._student.anatomy.vocabulary, self._source.num_token_ids)
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
+        self._beginnings()
         features = recipe.task.losses.features
         self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
         self._form = self._stored_form(recipe.cache.form)
@@ -271,6 +272,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         )
 
     def _beginnings(self) -> list[list[int]]:
+        """What is continued at the end. Raises UserError for what cannot be."""
         evaluation = self._recipe.evaluation
         if evaluation.sample_prompts:
             return self._tokenised(evaluation.sample_prompts)
@@ -279,14 +281,19 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         for number in range(min(len(rows), evaluation.num_samples)):
             tokens = rows[0, number].input_ids.tolist()
             found.append(tokens[: max(min(PROMPT_TOKENS, len(tokens) // 2), 1)])
-        return found
+        return self._readable(found)
 
     def _tokenised(self, prompts: Sequence[str]) -> list[list[int]]:
         rows = [list(self.files.tokenizer(prompt).input_ids) for prompt in prompts]
         for prompt, row in zip(prompts, rows, strict=True):
             if not row:
                 raise UserError(f"the prompt {prompt!r} has no tokens; give at least one word")
-        return rows
+        return self._readable(rows)
+
+    def _readable(self, beginnings: list[list[int]]) -> list[list[int]]:
+        count = self._recipe.evaluation.max_new_tokens
+        check_continuations(beginnings, count, self.files.anatomy, self._student.anatomy)
+        return beginnings
 
     def _continue(self, reader: Reader, beginnings: Sequence[Sequence[int]]) -> list[list[int]]:
         count, pad_id = self._recipe.evaluation.max_new_tokens, self._source.pad_id

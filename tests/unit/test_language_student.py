@@ -118,6 +118,12 @@ def change_config(folder: Path, **changes: Any) -> None:
         ({"teacher_path": "nosuch"}, ["teacher.path: nosuch", "neither a folder nor a hub id"]),
         ({"teacher_path": "package:nosuch/x.gguf"}, ["package nosuch is not installed"]),
         ({"data": {"max_length": 100}}, ["data.max_length is 100", "at most 64"]),
+        ({"evaluation": {"sample_prompts": ["the cat", ""]}}, ["the prompt '' has no tokens"]),
+        (
+            {"evaluation": {"sample_prompts": ["the cat"], "max_new_tokens": 63}},
+            ["max_new_tokens is 63 after a prompt of 2 tokens", "teacher reads at most 64"],
+        ),
+        ({"evaluation": {"max_new_tokens": 64}}, ["max_new_tokens is 64 after a prompt of", "at most 64"]),
     ],
     ids=str,
 )
@@ -136,6 +142,10 @@ def test_recipes_that_are_refused(task_of, sections, words):
         ({"model_type": None}, ["names no model_type"]),
         ({"quantization_config": {"bits": 4}}, ["quantised"]),
         ({"hidden_size": "wide"}, ["not a valid config"]),
+        (
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
+            ["data.max_length is 32", "more than 16 tokens"],
+        ),
         ({"logit_scale": 0.5}, ["logit_scale 0.5", "after the output layer"]),
         ({"vocab_size": 12}, ["vocabulary of 12 ids", "gives out 23"]),
     ],
