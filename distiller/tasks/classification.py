@@ -341,8 +341,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             return converted_files(self._files, names, self._recipe.stages_dir)
         if not self._stage.is_complete:
             raise UserError(
-                f"{self._stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it was "
-                "trained in"
+                f"{self._stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
+                "was trained in"
             )
         return stored_files(self._stage.folder)
 
