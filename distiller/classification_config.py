@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config import Data, RecipeOf, TaskOptions
+from distiller.config import Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 
 Share = Annotated[Float, Field(ge=0, le=1)]
@@ -20,19 +20,11 @@ class DistillationLoss(Section):
     temperature: PositiveFloat = Field(4.0, description="T, of both softmaxes in the divergence")
 
 
-class ClassifierFeatureLoss(Section):
-    """Distance between block outputs, through projections that are trained with the student."""
-
-    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
-    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
-    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
-
-
 class ClassificationLosses(Section):
     """The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."""
 
     distillation: DistillationLoss = DistillationLoss()
-    features: ClassifierFeatureLoss = ClassifierFeatureLoss()
+    features: FeatureLoss = FeatureLoss()
 
 
 class ClassificationOptions(TaskOptions):
@@ -136,14 +128,5 @@ class ClassificationRecipe(
     @model_validator(mode="after")
     def _no_contradictions_of_classification(self) -> ClassificationRecipe:
         features = self.task.losses.features
-        if len(features.student_blocks) != len(features.teacher_blocks):
-            raise ValueError(
-                f"task.losses.features: given {len(features.student_blocks)} student_blocks and "
-                f"{len(features.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
-            )
-        if features.weight and not features.student_blocks:
-            raise ValueError(
-                f"task.losses.features.weight is {features.weight:g} and student_blocks is empty; name the blocks to "
-                "match, or set the weight to 0"
-            )
+        features.check_pairs()
         return self

@@ -22,6 +22,27 @@ class TaskOptions(Section):
     kind: str = Field(description="which task")
 
 
+class FeatureLoss(Section):
+    """Distance between block outputs, through projections that are trained with the student."""
+
+    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
+    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
+    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
+
+    def check_pairs(self) -> None:
+        """Every student block has its teacher block, and a weight something to weigh; ValueError otherwise."""
+        if len(self.student_blocks) != len(self.teacher_blocks):
+            raise ValueError(
+                f"task.losses.features: given {len(self.student_blocks)} student_blocks and "
+                f"{len(self.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
+            )
+        if self.weight and not self.student_blocks:
+            raise ValueError(
+                f"task.losses.features.weight is {self.weight:g} and student_blocks is empty; name the blocks to "
+                "match, or set the weight to 0"
+            )
+
+
 class Data(Section):
     """What is learnt from."""
 

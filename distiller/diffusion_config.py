@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config import Data, RecipeOf, TaskOptions
+from distiller.config import Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.errors import shown
-from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.sections import Float, Location, Positive, PositiveFloat, Section, Switch, Weight
 
 
 class PredictionLoss(Section):
@@ -17,14 +17,6 @@ class PredictionLoss(Section):
     weight: Weight = Field(1.0, description="of this term in the sum")
     kind: Literal["mse", "huber"] = Field("mse", description="squared error, or linear beyond huber_delta")
     huber_delta: PositiveFloat = Field(1.0, description="where the Huber loss turns linear, in units of the prediction")
-
-
-class FeatureLoss(Section):
-    """Distance between block outputs, through linear projections that are trained with the student."""
-
-    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
-    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
-    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
 
 
 class TrueDataLoss(Section):
@@ -164,16 +156,7 @@ class DiffusionRecipe(RecipeOf[DiffusionOptions, DiffusionStudent, DiffusionData
         losses, guidance = self.task.losses, self.task.guidance
         if losses.prediction.weight == losses.features.weight == losses.true_data.weight == 0:
             raise ValueError("task.losses: every weight is 0, nothing would be learnt; set one above 0")
-        if len(losses.features.student_blocks) != len(losses.features.teacher_blocks):
-            raise ValueError(
-                f"task.losses.features: given {len(losses.features.student_blocks)} student_blocks and "
-                f"{len(losses.features.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
-            )
-        if losses.features.weight and not losses.features.student_blocks:
-            raise ValueError(
-                f"task.losses.features.weight is {losses.features.weight:g} and student_blocks is empty; name the "
-                "blocks to match, or set the weight to 0"
-            )
+        losses.features.check_pairs()
         if self.task.targets == "stored":
             if self.data.kind != "prompts" or not self.rollout.enabled:
                 raise ValueError(

@@ -6,9 +6,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config import Cache, Data, RecipeOf, TaskOptions
-from distiller.errors import shown
-from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.config import Cache, Data, FeatureLoss, RecipeOf, TaskOptions
+from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch
 
 
 class DivergenceLoss(Section):
@@ -24,14 +23,6 @@ class DivergenceLoss(Section):
     )
 
 
-class LanguageFeatureLoss(Section):
-    """Distance between block outputs, through linear projections that are trained with the student."""
-
-    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
-    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
-    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
-
-
 class LanguageLosses(Section):
     """The terms of the loss; each is a mean over all learnt tokens of the whole update, in float32."""
 
@@ -39,7 +30,7 @@ class LanguageLosses(Section):
         1.0, description="share of the divergence; the rest is the cross-entropy with the data's own next tokens"
     )
     divergence: DivergenceLoss = DivergenceLoss()
-    features: LanguageFeatureLoss = LanguageFeatureLoss()
+    features: FeatureLoss = FeatureLoss()
 
 
 class LanguageOptions(TaskOptions):
@@ -175,14 +166,5 @@ class LanguageRecipe(RecipeOf[LanguageOptions, LanguageStudent, LanguageData, La
                 f"cache.form={self.cache.form} estimates forward_kl alone, given task.losses.divergence.kind={kind}; "
                 "choose cache.form=hidden, which is exact for all of them, or topk"
             )
-        if len(features.student_blocks) != len(features.teacher_blocks):
-            raise ValueError(
-                f"task.losses.features: given {len(features.student_blocks)} student_blocks and "
-                f"{len(features.teacher_blocks)} teacher_blocks; name one teacher block for each student block"
-            )
-        if features.weight and not features.student_blocks:
-            raise ValueError(
-                f"task.losses.features.weight is {shown(features.weight)} and student_blocks is empty; name the blocks "
-                "to match, or set the weight to 0"
-            )
+        features.check_pairs()
         return self

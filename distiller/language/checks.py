@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from distiller.config import FeatureLoss
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy
 from distiller.language.divergences import (
@@ -16,7 +17,7 @@ from distiller.language.divergences import (
     SkewedReverseKL,
 )
 from distiller.language.objective import Objective
-from distiller.language_config import DivergenceLoss, LanguageData, LanguageFeatureLoss, LanguageLosses
+from distiller.language_config import DivergenceLoss, LanguageData, LanguageLosses
 
 
 def objective_of(losses: LanguageLosses) -> Objective:
@@ -35,7 +36,7 @@ def divergence_of(loss: DivergenceLoss) -> Divergence:
     return ForwardKL() if loss.kind == "forward_kl" else ReverseKL()
 
 
-def check_feature_blocks(features: LanguageFeatureLoss, teacher: Anatomy, student: Anatomy) -> None:
+def check_feature_blocks(features: FeatureLoss, teacher: Anatomy, student: Anatomy) -> None:
     """Matched blocks exist."""
     for key, numbers, count in (
         ("student_blocks", features.student_blocks, student.num_blocks),
