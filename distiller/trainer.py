@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -247,8 +248,10 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
     memory = None if run.teacher is None else run.teacher.memory()
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
-    mine = torch.tensor([times_ms["step"], peak_gib, teacher_gib], device=device)
-    step_ms, gpu_gib, teachers_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
+    # Linux counts in KiB.
+    host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    mine = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
+    step_ms, gpu_gib, teachers_gib, hosts_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
     under_deepspeed = run.engine.startswith("deepspeed")
@@ -270,6 +273,7 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
         "memory/teacher_gpu_gib_all_ranks": None if memory is None else sum(teachers_gib),
         "memory/teacher_host_gib": None if memory is None else memory.host_bytes / GIB,
         "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
+        "memory/host_peak_gib": max(hosts_gib),
     }
 
 

@@ -25,6 +25,7 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.launch import World, open_world
+from distiller.launch_fsdp import wrapped_classes
 from distiller.optim import build_optimizer
 from distiller.process import prepare_environment
 from distiller.ranks import Ranks
@@ -39,6 +40,11 @@ MODELS = {
 TEXT_ROWS, CHANNELS = 64, 16
 
 
+def new_student(model: str) -> WanTransformer3DModel:
+    """Random weights."""
+    return WanTransformer3DModel(attention_head_dim=128, **MODELS[model])
+
+
 class Student:
     """A prepared Wan student, its optimizer, and one batch of noise for this rank."""
 
@@ -46,7 +52,7 @@ class Student:
         self._accelerator = world.accelerator
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            module = WanTransformer3DModel(attention_head_dim=128, **MODELS[model])
+            module = new_student(model)
         module.enable_gradient_checkpointing()
         self.module, self.optimizer = self._accelerator.prepare(module, build_optimizer(module, recipe.optim))
         device, dtype = self._accelerator.device, next(self.module.parameters()).dtype
@@ -109,7 +115,9 @@ def main() -> None:
     prepare_environment()
     names = {"teacher": {"path": "-"}, "student": {"config": "-"}, "data": {"path": "-"}}
     recipe = parse({**names, "train": {"max_steps": 1, "batch_size": options.batch_size}})
-    world = open_world(recipe)
+    with torch.device("meta"):
+        skeleton = new_student(options.model)
+    world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, skeleton, ("WanTransformerBlock",)))
     ranks = Ranks.join(world.accelerator.device)
     folder = Path(ranks.from_main(lambda: tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder)))
     student = Student(world, recipe, options.model, options.side)

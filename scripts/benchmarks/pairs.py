@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import socket
 import subprocess
 import sys
 import tempfile
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,11 +100,13 @@ def run_placements(folder: Path, batch_size: int) -> None:
 def start(launch: str, num_processes: int, batch_size: int, folder: Path) -> dict[str, Any]:
     """One launch file with all placements."""
     command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", str(num_processes)]
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        command += ["--main_process_port", str(probe.getsockname()[1])]
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{launch}.yaml"), __file__]
+    command += ["--inside", str(folder), "--batch-size", str(batch_size)]
     try:
-        subprocess.run(
-            [*command, "--inside", str(folder), "--batch-size", str(batch_size)], cwd=ROOT, check=True, timeout=240
-        )
+        subprocess.run(command, cwd=ROOT, check=True, timeout=400)
         return json.loads((folder / "result.json").read_text())
     except (subprocess.SubprocessError, OSError) as error:
         traceback.print_exc()
@@ -124,19 +128,22 @@ def main() -> None:
     parser.add_argument("--launch", action="append", help="launch files by name; default ddp")
     parser.add_argument("--num-processes", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--at-once", type=int, default=1, help="launches beside each other: nothing is timed here")
     parser.add_argument("--output", type=Path, help="write the losses as JSON")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         run_placements(options.inside, options.batch_size)
         return
-    results: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as temporary:
-        for launch in options.launch or ["ddp"]:
-            folder = Path(temporary) / launch
-            results[launch] = start(launch, options.num_processes, options.batch_size, folder)
-            if options.output:
-                options.output.write_text(json.dumps(results, indent=1))
+    launches = options.launch or ["ddp"]
+
+    def one(launch: str) -> dict[str, Any]:
+        return start(launch, options.num_processes, options.batch_size, Path(temporary) / launch)
+
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(options.at_once) as pool:
+        results = dict(zip(launches, pool.map(one, launches), strict=True))
+    if options.output:
+        options.output.write_text(json.dumps(results, indent=1))
     reference = next(iter(results.values()))["rows"].get("replicated")
     if not isinstance(reference, list):
         sys.exit("the first launch file gave no losses to compare with")

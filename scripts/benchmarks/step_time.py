@@ -5,8 +5,8 @@
 The pipeline is made once on disk: random weights, with the packaged digits' text encoder, tokenizer and VAE, so text is
 64 wide and latents have 4 channels. Prints one table; beside each row stands the limit: the teacher's forward and the
 student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and token), which ignores
-attention and everything that is not a matrix product. Host memory is rank 0's resident set at the
-end; the loss is the last step's, which is equal under every engine but for rounding.
+attention and everything that is not a matrix product. Host memory is the largest resident set that any rank had; the
+loss is the last step's, which is equal under every engine but for rounding.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def main() -> None:
         "optimiz",
         "   data",
         "GPU peak GiB",
-        "host GiB",
+        "host peak GiB",
         "last loss",
     ]
     print(" | ".join([*columns, "limit: teacher, student"]))
@@ -127,7 +127,7 @@ def main() -> None:
         memory = metrics["memory/gpu_peak_gib_max"]
         print(
             f"{name:14} | {checkpointing:13} | {shown} | {memory if memory is None else round(memory, 2)} | "
-            f"{metrics['memory/host_rss_gib']:8.1f} | {metrics['loss']:.6f} | "
+            f"{metrics['memory/host_peak_gib']:13.1f} | {metrics['loss']:.6f} | "
             + ", ".join(f"{limit:.1f}" for limit in limits)
         )
 
