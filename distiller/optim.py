@@ -20,9 +20,22 @@ def build_optimizer(trained: nn.Module, optim: Optim) -> torch.optim.AdamW:
     groups = [{"params": parameters}]
     if optim.weight_decay:
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=optim.fused
     )
+    if optim.fused:
+        optimizer.register_step_pre_hook(_shape_found_inf)
+    return optimizer
+
+
+def _shape_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Makes the flag of an overflow a scalar: FSDP1's scaler gives a vector of one, which fused AdamW's counts refuse.
+
+    "output with shape [] doesn't match the broadcast shape [1]", torch 2.11 to 2.13.
+    """
+    flag: Tensor | None = vars(optimizer).get("found_inf")
+    if flag is not None:
+        vars(optimizer)["found_inf"] = flag.reshape(())
 
 
 def learning_rate(optim: Optim, step: int, last_step: int) -> float:

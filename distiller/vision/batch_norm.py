@@ -6,6 +6,8 @@ With the statistics of its own micro-batch, a layer's answers depend on how an u
 
 from __future__ import annotations
 
+from typing import final
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,23 +15,35 @@ from torch import Tensor, nn
 MAX_GROUPS, MIN_CHANNELS_A_GROUP = 32, 4
 
 
-class FrozenBatchNorm(nn.Module):
-    """Normalises by the running statistics in training too; scale and shift are trained.
+@final
+class BatchNorm(nn.Module):
+    """A BatchNorm layer's tensors under their names, and its arithmetic in the dtype of its statistics.
 
-    Its tensors have the names of a BatchNorm layer's, whichever mode the module around it is in.
+    An engine that holds weights in bfloat16 (ZeRO, FSDP2) leaves statistics in float32, and the kernels of GPUs refuse
+    the two together in the backward pass ("Expected running_mean to have type BFloat16 but got Float", torch 2.11). So
+    scale and shift are widened here, on every device; the input stays as it is.
+
+    Attributes:
+        is_frozen: normalises by the running statistics in training too; scale and shift are trained.
     """
 
-    def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d) -> None:
+    def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, is_frozen: bool) -> None:
         super().__init__()
-        self.eps = layer.eps
+        self.eps, self.momentum, self.is_frozen = layer.eps, layer.momentum, is_frozen
         self.weight, self.bias = layer.weight, layer.bias
         self.register_buffer("running_mean", layer.running_mean)
         self.register_buffer("running_var", layer.running_var)
         self.register_buffer("num_batches_tracked", layer.num_batches_tracked)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, C, ...] -> the same shape and dtype."""
-        return F.batch_norm(input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps)
+        """[B, C, ...] -> the same shape and dtype; counts a batch and moves the statistics where it learns them."""
+        mean, variance = self.running_mean, self.running_var
+        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (self.weight, self.bias))
+        if self.is_frozen or not self.training:
+            return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, self.eps)
+        self.num_batches_tracked.add_(1)
+        share = 1 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        return F.batch_norm(input, mean, variance, weight, bias, True, share, self.eps)
 
 
 def num_groups(num_channels: int) -> int:
@@ -39,19 +53,23 @@ def num_groups(num_channels: int) -> int:
 
 
 def replace_batch_norm(model: nn.Module, kind: str) -> None:
-    """Replaces the model's BatchNorm layers in place by what `frozen` or `group` means; `batch` leaves them.
+    """Replaces the model's BatchNorm layers in place by what `kind` (batch, frozen or group) means.
 
-    Scale and shift are kept. GroupNorm has no running statistics, so a trained model has to learn on.
+    Scale and shift are kept. GroupNorm has no running statistics, so a trained model has to learn on. A layer that
+    keeps no statistics stays as it is: it has nothing to freeze, and answers from its batch alone.
     """
-    for layer in list(model.modules()) if kind != "batch" else ():
+    for layer in list(model.modules()):
         for name, child in list(layer.named_children()):
             if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d):
-                setattr(layer, name, FrozenBatchNorm(child) if kind == "frozen" else _group_norm(child))
+                if kind == "group":
+                    setattr(layer, name, _group_norm(child))
+                elif child.track_running_stats:
+                    setattr(layer, name, BatchNorm(child, is_frozen=kind == "frozen"))
 
 
 def has_batch_norm(model: nn.Module) -> bool:
     """Whether any of its layers is one."""
-    return any(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d) for layer in model.modules())
+    return any(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | BatchNorm) for layer in model.modules())
 
 
 def _group_norm(layer: nn.BatchNorm1d | nn.BatchNorm2d) -> nn.GroupNorm:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shutil
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from PIL import ExifTags, Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -33,7 +35,7 @@ from distiller.recipe_file import dump, parse
 from distiller.tasks import open_task
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
-from distiller.vision.batch_norm import FrozenBatchNorm, num_groups, replace_batch_norm
+from distiller.vision.batch_norm import BatchNorm, num_groups, replace_batch_norm
 from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers
 from distiller.vision.objective import cross_entropy, tempered_divergence
@@ -196,13 +198,45 @@ class TestNorms:
         pixels = torch.randn(4, 3, 5, 5)
         expected, names = plain.eval()(pixels), list(plain.state_dict())
         replace_batch_norm(plain, "frozen")
-        assert isinstance(plain[1], FrozenBatchNorm)
+        assert isinstance(plain[1], BatchNorm)
         ours = plain.train()(pixels)
         torch.testing.assert_close(ours, expected)
         ours.sum().backward()
         assert plain[1].bias.grad is not None
         assert list(plain.state_dict()) == names
         assert int(plain[1].num_batches_tracked) == 0
+
+    @pytest.mark.parametrize("momentum", [0.1, None])
+    def test_batch_is_the_library_s_layer(self, momentum):
+        plain = nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, momentum=momentum))
+        ours = copy.deepcopy(plain)
+        replace_batch_norm(ours, "batch")
+        for _ in range(3):
+            pixels = torch.randn(4, 3, 5, 5)
+            expected, answer = plain(pixels), ours(pixels)
+            assert torch.equal(answer, expected)
+        assert all(torch.equal(value, plain.state_dict()[name]) for name, value in ours.state_dict().items())
+        assert torch.equal(ours.eval()(pixels), plain.eval()(pixels))
+
+    @pytest.mark.parametrize("kind", ["batch", "frozen"])
+    def test_weights_in_bfloat16_are_used_beside_statistics_in_float32(self, kind, monkeypatch):
+        """As ZeRO and FSDP2 leave them; a GPU's kernels would refuse the two together."""
+        layers = nn.Sequential(nn.BatchNorm2d(8))
+        replace_batch_norm(layers, kind)
+        norm = layers[0]
+        with torch.no_grad():
+            norm.weight.uniform_(0.5, 2)
+            norm.weight.data, norm.bias.data = norm.weight.to(torch.bfloat16), norm.bias.to(torch.bfloat16)
+        pixels = torch.randn(4, 8, 5, 5).to(torch.bfloat16)
+        given, library_s = [], F.batch_norm
+        monkeypatch.setattr(F, "batch_norm", lambda *values: (given.extend(values), library_s(*values))[1])
+        answer = layers.train()(pixels)
+        assert answer.dtype == torch.bfloat16
+        answer.float().square().mean().backward()
+        assert norm.weight.grad is not None
+        assert {tensor.dtype for tensor in given[1:5]} == {torch.float32}
+        assert norm.running_mean.dtype == torch.float32
+        assert torch.any(norm.running_mean != 0) == (kind == "batch")
 
     def test_groups_divide_channels_and_hold_four_at_least(self):
         assert [num_groups(count) for count in (3, 4, 8, 24, 36, 64, 128, 1024)] == [1, 1, 2, 6, 9, 16, 32, 32]

@@ -34,3 +34,16 @@ def test_an_average_of_several_dtypes(is_skipped):
     average_unless(averages, [torch.full((3,), 4.0, dtype=dtype) for dtype in dtypes], 0.25, torch.tensor(is_skipped))
     assert [average.tolist() for average in averages] == [[2.0 if is_skipped else 2.5] * 3] * 4
     assert [average.dtype for average in averages] == list(dtypes)
+
+
+@pytest.mark.parametrize("is_bad", [False, True])
+def test_the_flag_of_an_overflow_may_be_a_vector_of_one(is_bad):
+    """As FSDP1's loss scaler hands it over."""
+    layer = torch.nn.Linear(3, 2)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, Optim(lr=0.1))
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.found_inf = torch.full((1,), float(is_bad))
+    optimizer.step()
+    assert torch.equal(layer.weight, before) == is_bad
+    assert float(optimizer.state[layer.weight]["step"]) == (0 if is_bad else 1)
