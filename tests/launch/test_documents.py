@@ -30,9 +30,11 @@ COMMAND_TIMEOUT_S = 150
 NOT_RUN = {
     "README.md": [
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
+        "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
         "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan "
         "train.batch_size=64",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
+        "python scripts/benchmarks/divergences.py",
         "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
         "scripts/test.sh",
     ],
@@ -41,6 +43,8 @@ NOT_RUN = {
         "my-wan.yaml",
         "accelerate launch --config_file accelerate_configs/zero3_nvme.yaml --offload_param_nvme_path /local/nvme "
         "-m distiller train my-wan.yaml",
+        "python scripts/benchmarks/pairs.py --launch ddp --launch fsdp2 --launch zero2 --launch zero3_offload "
+        "--at-once 4",
     ],
     "resuming.md": [
         "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/benchmarks/checkpoints.py --model "
