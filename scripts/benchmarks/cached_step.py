@@ -47,8 +47,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("recipe")
     parser.add_argument("overrides", nargs="*", default=[])
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=40, help="of a round")
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=100, help="of a round")
     options = parser.parse_args()
     folder = "outputs/cached-step"
     if is_main_process():
@@ -64,7 +64,8 @@ def main() -> None:
         cached = run.loader.dataset
         assert isinstance(cached, CachedData)
         data: dict[str, Dataset[Any]] = {"cached": cached, "zeros": Zeros(cached)}
-        rates: dict[str, list[float]] = {name: [] for name in data}
+        step_ms: dict[str, list[float]] = {name: [] for name in data}
+        data_ms: dict[str, list[float]] = {name: [] for name in data}
         step = 1
         for number in range(options.rounds + 1):
             # Either first, in turns: whatever drifts meets both.
@@ -81,13 +82,19 @@ def main() -> None:
                 outcome = train(replace(run, first_step=step, last_step=end, loader=loader))
                 step = end + 1
                 if number:
-                    rates[name].append(run.plan.samples_per_update / outcome.samples_per_s * 1e3)
+                    step_ms[name].append(run.plan.samples_per_update / outcome.samples_per_s * 1e3)
+                    data_ms[name].append(outcome.metrics["perf/data_ms"])
         run.tracker.close()
         if run.ranks.is_main:
-            medians = {name: statistics.median(times) for name, times in rates.items()}
-            for name, times in rates.items():
-                print(f"{name:<8} {medians[name]:9.2f} ms a step (of {', '.join(f'{time:.1f}' for time in times)})")
-            print(f"cached / zeros: {medians['cached'] / medians['zeros']:.4f} (limit 1)")
+            for name, times in step_ms.items():
+                whole, waiting = statistics.median(times), statistics.median(data_ms[name])
+                each = ", ".join(f"{time:.1f}" for time in times)
+                print(f"{name:<8} {whole:9.2f} ms a step, of which {waiting:.2f} wait for data (rounds: {each})")
+            ratios = [cached / zeros for cached, zeros in zip(*step_ms.values(), strict=True)]
+            spread = f"{min(ratios):.3f} to {max(ratios):.3f}"
+            print(
+                f"cached / zeros: {statistics.median(ratios):.4f}, the median of {len(ratios)} rounds ({spread}); limit 1"
+            )
     finally:
         if is_main_process():
             shutil.rmtree(folder, ignore_errors=True)
