@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import final
@@ -45,8 +46,7 @@ def lay_out(store: TokenStore, documents: Iterable[int], max_length: int, splits
             always cut, since an answer without its prompt answers nothing.
         joins: a document begins in the row in which the last one ended.
     """
-    pieces: list[tuple[int, int, int]] = []
-    row_starts: list[int] = []
+    pieces, row_starts = array("q"), array("q")
     room = num_cut = num_left_out = 0
     for document in documents:
         start, end = int(store.starts[document]), int(store.ends[document])
@@ -60,15 +60,15 @@ def lay_out(store: TokenStore, documents: Iterable[int], max_length: int, splits
         # A document's last token alone teaches nothing: the piece before it has learnt to say it.
         while end - start > 1:
             if not joins or room < needed:
-                row_starts.append(len(pieces))
+                row_starts.append(len(pieces) // 3)
                 room = max_length
             piece_end = min(start + room, end)
-            pieces.append((start, piece_end, end))
+            pieces.extend((start, piece_end, end))
             room -= piece_end - start
             start = end if stays_whole else piece_end
     return Layout(
         np.array(pieces, dtype=np.int64).reshape(-1, 3),
-        np.array([*row_starts, len(pieces)], dtype=np.int64),
+        np.append(np.array(row_starts, dtype=np.int64), len(pieces) // 3),
         int(num_cut),
         num_left_out,
     )

@@ -60,7 +60,7 @@ class LanguageSource:
             raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
         self._store = TokenStore(stage.folder)
         held_out = held_out_documents(len(self._store), data.held_out)
-        training = [number for number in range(len(self._store)) if number not in held_out]
+        training = (number for number in range(len(self._store)) if number not in held_out)
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
@@ -103,10 +103,13 @@ def held_out_documents(num_documents: int, share: float) -> set[int]:
     """
     if share == 0 or num_documents < 2:
         return set()
-    places = {number: _hash(number) for number in range(num_documents)}
-    chosen = {number for number, place in places.items() if place < share}
-    first, last = min(places, key=places.__getitem__), max(places, key=places.__getitem__)
-    return (chosen or {first}) - ({last} if len(chosen) == num_documents else set())
+    chosen, first, last = set(), (2.0, 0), (-1.0, 0)
+    for number in range(num_documents):
+        place = _hash(number), number
+        first, last = min(first, place), max(last, place)
+        if place[0] < share:
+            chosen.add(number)
+    return (chosen or {first[1]}) - ({last[1]} if len(chosen) == num_documents else set())
 
 
 def _hash(number: int) -> float:

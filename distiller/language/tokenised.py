@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 from typing import final
 
@@ -15,40 +18,63 @@ from tqdm import tqdm
 
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
-from distiller.language.tokenising import DocumentTokenizer
+from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
 from distiller.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
 DIGEST_FILE = "digest.txt"
 """What the tokens are, whatever made them: a chat template may write the date, which no key knows."""
+_RAW = {"tokens": torch.int32, "learnt": torch.bool}
 
 
 def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, max_samples: int | None) -> None:
-    """Writes the stage. Holds the tokens (5 bytes each) in memory while it does. Called by one process.
+    """Writes the stage, or nothing. Called by one process.
+
+    Tokens go to the disk as they come; of a document 17 bytes stay in memory.
 
     Raises UserError for what is wrong with a document, and for a corpus without any.
     """
-    tokens: list[NDArray[np.int32]] = []
-    learnt: list[NDArray[np.bool_]] = []
-    with tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False) as bar:
-        for document in tokenizer.tokenise(documents_of(corpus, max_samples)):
-            tokens.append(document.tokens)
-            learnt.append(document.learnt)
-            bar.update()
-    if not tokens:
-        raise UserError("data.path: there is no document that is not blank; give at least as many as one update takes")
-    written = {
-        "tokens": torch.from_numpy(np.concatenate(tokens)),
-        "learnt": torch.from_numpy(np.concatenate(learnt)),
-        "ends": torch.tensor([len(part) for part in tokens]).cumsum(0),
-        # The first token of all can be said by nobody: nothing comes before it.
-        "first_learnt": torch.tensor([_first_learnt(part) for part in learnt]),
-        "has_prompt": torch.tensor([not bool(part.all()) for part in learnt]),
-    }
     stage.partial.mkdir(parents=True, exist_ok=True)
-    save_file(written, stage.partial / TOKENS_FILE)
+    try:
+        tensors = _write_raw(stage.partial, tokenizer.tokenise(documents_of(corpus, max_samples)))
+    except BaseException:
+        shutil.rmtree(stage.partial)
+        raise
+    save_file(tensors, stage.partial / TOKENS_FILE)
+    for name in _RAW:
+        (stage.partial / name).unlink()
     (stage.partial / DIGEST_FILE).write_text(digest_files([stage.partial / TOKENS_FILE]), encoding="utf-8")
     stage.finish()
+
+
+def _write_raw(folder: Path, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
+    """The store's tensors, of which the large ones are the mapped content of files in the folder."""
+    lengths, first_learnt, has_prompt = array("q"), array("q"), array("b")
+    with (
+        (folder / "tokens").open("wb") as tokens,
+        (folder / "learnt").open("wb") as learnt,
+        tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False) as bar,
+    ):
+        for document in documents:
+            tokens.write(document.tokens.tobytes())
+            learnt.write(document.learnt.tobytes())
+            lengths.append(len(document.tokens))
+            first_learnt.append(_first_learnt(document.learnt))
+            has_prompt.append(not document.learnt.all())
+            bar.update()
+    if not lengths:
+        raise UserError("data.path: there is no document that is not blank; give at least as many as one update takes")
+    ends = torch.tensor(lengths).cumsum(0)
+    return {
+        **{
+            name: torch.from_file(str(folder / name), shared=False, size=int(ends[-1]), dtype=dtype)
+            for name, dtype in _RAW.items()
+        },
+        "ends": ends,
+        # The first token of all can be said by nobody: nothing comes before it.
+        "first_learnt": torch.tensor(first_learnt),
+        "has_prompt": torch.tensor(has_prompt).bool(),
+    }
 
 
 def _first_learnt(learnt: NDArray[np.bool_]) -> int:
