@@ -65,6 +65,12 @@ class RankHost:
         # Before multiprocessing waits for its processes at exit, since it began to do so at its import.
         atexit.register(self.close)
 
+    @property
+    def group(self) -> int:
+        """The process group of the host and its ranks."""
+        assert self._process.pid is not None
+        return self._process.pid
+
     def send(self, call: Call, ranks: list[int]) -> None:
         """Starts some ranks of a world; `receive` must follow."""
         self._connection.send((call, ranks))
@@ -79,7 +85,7 @@ class RankHost:
         """Kills the host and what is left of its ranks."""
         atexit.unregister(self.close)
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.group, signal.SIGKILL)
         self._process.join()
         self._connection.close()
 
