@@ -35,4 +35,6 @@ PY
 ruff format --check distiller scripts tests
 ruff check distiller scripts tests
 pyright
-python -m pytest "${selection[@]}" "$@"
+# Two processes share the files, those of several ranks first; `-n 0` among the arguments, say for --pdb, leaves all to
+# one.
+python -m pytest -n 2 --dist loadfile --no-loadscope-reorder "${selection[@]}" "$@"

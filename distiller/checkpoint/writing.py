@@ -84,7 +84,11 @@ class Writing:
         if failed is not None:
             self._is_hopeless.set()
         self._thread.join()
-        return failed or self._failure
+        failure = failed or self._failure
+        if failure is not None:
+            # Again, now that no rank writes any more: a file that appears in a folder being removed keeps it there.
+            shutil.rmtree(self._place.partial, ignore_errors=True)
+        return failure
 
     def _run(self) -> None:
         try:

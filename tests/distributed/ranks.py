@@ -2,70 +2,57 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
+import pickle
 import socket
-import traceback
 from collections.abc import Callable
-from multiprocessing import get_context
-from multiprocessing.queues import Queue
 from typing import Any
 
+import torch
+
 from distiller.operator_locks import clear_operator_locks, extension_folder
+from tests.distributed.rank_host import PATIENCE_S, Call, Outcome, RankHost
+
+NUM_HOSTS = 2
+"""Neighbouring ranks come from different hosts: they differ in what Python draws at its start, such as hash seeds."""
+_hosts: list[RankHost] = []
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: int = 120) -> list[Any]:
     """Calls `function(*arguments)` on every rank and returns the results in rank order.
 
     A rank's exception is raised here with its traceback; ranks that do not end in time print their stacks and are
-    killed.
+    killed. Every call has ranks of its own.
     """
     # A rank that was killed for its time may have been building one of DeepSpeed's operators.
     clear_operator_locks(extension_folder(), patience_s=1)
-    context = get_context("spawn")
-    results: Queue[Any] = context.Queue()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    call = (world_size, port, timeout_s, results, function, arguments)
-    processes = [context.Process(target=_rank, args=(rank, *call)) for rank in range(world_size)]
-    for process in processes:
-        process.start()
-    try:
-        outcomes = dict(results.get(timeout=timeout_s + 20) for _ in processes)
-    finally:
-        for process in processes:
-            process.join(10)
-            process.kill()
-    for rank, (_, error) in sorted(outcomes.items()):
-        if error is not None:
-            raise AssertionError(f"rank {rank}:\n{error}")
-    return [outcomes[rank][0] for rank in range(world_size)]
-
-
-def _rank(
-    rank: int,
-    world_size: int,
-    port: int,
-    timeout_s: int,
-    results: Queue[Any],
-    function: Callable[..., Any],
-    arguments: Any,
-) -> None:
-    faulthandler.dump_traceback_later(timeout_s, exit=True)
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
+    environment = os.environ | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+    call = Call(pickle.dumps((function, arguments)), environment, os.getcwd(), timeout_s)
+    # A fork of a process that has counted its GPUs, as the imports do, cannot use them.
+    forks = not torch.cuda.is_available()
+    while len(_hosts) < min(world_size, NUM_HOSTS):
+        _hosts.append(RankHost(forks))
+    hosts = _hosts[:world_size]
+    outcomes: dict[int, Outcome] = {}
     try:
-        results.put((rank, (function(*arguments), None)))
+        for number, host in enumerate(hosts):
+            host.send(call, list(range(number, world_size, NUM_HOSTS)))
+        for host in hosts:
+            outcomes |= host.receive(timeout_s + 3 * PATIENCE_S)
     except BaseException:
-        results.put((rank, (None, traceback.format_exc())))
-    import torch.distributed
-
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+        # What they were doing is not over; the next call has new ones.
+        while _hosts:
+            _hosts.pop().close()
+        raise
+    for rank, (_, error) in sorted(outcomes.items()):
+        if error is not None:
+            raise AssertionError(f"rank {rank}:\n{error}")
+    return [outcomes[rank][0] for rank in range(world_size)]

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import threading
 from collections import namedtuple
 from pathlib import Path
@@ -136,6 +137,22 @@ def test_a_save_that_fails_is_said_and_leaves_the_one_before(tmp_path, state, mo
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2"]
     ours.save(6, 0, wait=True)
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["latest", "step-2", "step-6"]
+
+
+def test_a_failed_save_leaves_nothing_although_another_rank_wrote_while_it_was_removed(tmp_path, state, monkeypatch):
+    """The folder of a file that appears meanwhile stays."""
+    fail_once(monkeypatch, errno.EIO)
+    remove, main_thread = shutil.rmtree, threading.current_thread()
+
+    def remove_unless_in_a_thread(folder: Path, ignore_errors: bool = False) -> None:
+        if threading.current_thread() is main_thread:
+            remove(folder, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(writing.shutil, "rmtree", remove_unless_in_a_thread)
+    ours = checkpoints(tmp_path, state)
+    ours.save(2, 0)
+    ours.finish()
+    assert os.listdir(tmp_path / "checkpoints") == []
 
 
 @pytest.mark.parametrize("code", [errno.EROFS, errno.ENOSPC])
