@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -124,6 +124,17 @@ class ClassificationRecipe(
     data: ClassificationData
     teacher_training: TeacherTraining = TeacherTraining()
     evaluation: ClassificationEvaluation = ClassificationEvaluation()
+
+    @property
+    def stage_updates(self) -> int | None:
+        return self.teacher_training.max_steps
+
+    def with_short_stages(self, num_updates: int) -> Self:
+        training = self.teacher_training
+        if training.max_steps is None:
+            return self
+        short = {"max_steps": min(num_updates, training.max_steps), "warmup_steps": 0}
+        return self.model_copy(update={"teacher_training": training.model_copy(update=short)})
 
     @model_validator(mode="after")
     def _no_contradictions_of_classification(self) -> ClassificationRecipe:

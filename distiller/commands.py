@@ -81,13 +81,18 @@ def dry_run(recipe: Recipe) -> None:
     folder = Path(f"{recipe.output_dir}.dry-run")
     if is_main_process():
         shutil.rmtree(folder, ignore_errors=True)
-    run = build(_shortened(recipe, folder))
+    shortened = _shortened(recipe, folder)
+    run = build(shortened)
     assert isinstance(run, Run)
     metrics = run_loop(run).metrics
     whole = UpdatePlan(task.num_samples, *run.plan.split)
     steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
-    stages_h = run.stages_s / 3600 * whole.num_samples / run.plan.num_samples
+    if recipe.stage_updates is not None and shortened.stage_updates is not None:
+        longer = recipe.stage_updates / shortened.stage_updates
+    else:
+        longer = whole.num_samples / run.plan.num_samples
+    stages_h = run.stages_s / 3600 * longer
     memory = f"GPU peak {peak:.2f} GiB" if peak is not None else f"host {metrics['memory/host_rss_gib']:.2f} GiB a rank"
     run.accelerator.print(
         f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
@@ -106,7 +111,9 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
     # A few documents may fill less than a row.
     is_whole = is_cached or not recipe.data.counts_samples
-    return recipe.model_copy(
+    # So does the teacher that a stage has trained.
+    shortened = recipe if is_cached else recipe.with_short_stages(DRY_RUN_STEPS)
+    return shortened.model_copy(
         update={
             "output_dir": str(folder),
             "cache_dir": str(recipe.stages_dir) if is_cached else None,

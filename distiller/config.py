@@ -8,7 +8,7 @@ decides, in `distiller.build`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -161,6 +161,16 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     def stages_dir(self) -> Path:
         """Where the keyed files of the stages before the loop lie."""
         return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+
+    @property
+    def stage_updates(self) -> int | None:
+        """Updates of the stages before the loop; None where there are none, and their work grows with the samples."""
+        return None
+
+    def with_short_stages(self, num_updates: int) -> Self:
+        """The same recipe, with no more than so many updates in any stage before the loop, for a dry run."""
+        del num_updates
+        return self
 
     @model_validator(mode="after")
     def _no_contradictions(self) -> RecipeOf[TaskT, StudentT, DataT, EvaluationT]:

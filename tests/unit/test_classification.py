@@ -474,6 +474,15 @@ class TestRuns:
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
 
+    def test_a_dry_run_trains_its_teacher_for_as_few_updates(self, make_data, tmp_path, capsys):
+        bare = tmp_path / "bare"
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        data = make_data(teacher={"path": str(bare)}, teacher_training={"max_steps": 400, "batch_size": 8})
+        commands.dry_run(parse(data))
+        assert "teacher trained for 3 updates" in capsys.readouterr().out
+        assert not list((tmp_path / "cache").glob("teacher-*"))
+
     def test_keys_know_the_pictures_and_not_who_wrote_the_config(self, make_data, pictures, tmp_path):
         bare, mine = tmp_path / "bare", shutil.copytree(pictures, tmp_path / "mine")
         classifiers.resnet_config().save_pretrained(bare)
