@@ -32,7 +32,7 @@ from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
-from distiller.output import check_shared, claim_output_dir, is_finished
+from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.student_size import gpu_bytes, host_bytes
@@ -112,6 +112,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         return Finished(accelerator, last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     check_shared(run_dir, ranks)
+    check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if done:
         verify(run_dir, done, ranks)
     _announce(world.notices, plan, task, world.engine, accelerator)

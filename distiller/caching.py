@@ -29,7 +29,7 @@ from distiller.folder_lock import hold
 from distiller.launch import World, open_world
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_fsdp import wrapped_classes
-from distiller.output import check_shared
+from distiller.output import check_shared, check_shared_stages
 from distiller.process import world_size
 from distiller.ranks import Ranks
 from distiller.tasks.base import Task
@@ -68,6 +68,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
     check_same_data(task, ranks)
+    check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
 
     started = time.perf_counter()
     # Before the key: a teacher that is trained first has no weights until then.

@@ -118,8 +118,18 @@ def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
         )
 
 
+def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
+    """Ranks that will wait for a stage look where it will be made, or UserError on all of them. Communicates.
+
+    `is_missing` is whether this rank lacks one that some ranks make for all.
+    """
+    if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
+        check_shared(recipe.stages_dir, ranks, "cache_dir")
+
+
 def _make_token(folder: Path) -> str:
     name = f".{uuid.uuid4().hex}.token"
+    folder.mkdir(parents=True, exist_ok=True)
     (folder / name).touch()
     return name
 

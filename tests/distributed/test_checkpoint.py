@@ -19,10 +19,11 @@ from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.errors import AgreedError, UserError
-from distiller.output import check_shared
+from distiller.output import check_shared, check_shared_stages
 from distiller.ranks import Ranks
 from tests.distributed.ranks import on_ranks
 from tests.toy_state import IDENTITY, ToyState
+from tests.toy_task import toy_recipe
 
 
 def _full(*_: Any) -> Any:
@@ -81,6 +82,13 @@ def everything(folder: Path) -> dict[str, Any]:
         check_shared(own, ranks)
     except UserError as error:
         results["not shared"] = str(error)
+    recipe = toy_recipe(folder / "run").model_copy(update={"cache_dir": str(own)})
+    check_shared_stages(recipe, False, ranks)
+    try:
+        # One rank lacks a stage that another one has, in a folder of its own.
+        check_shared_stages(recipe, ranks.rank == 1, ranks)
+    except UserError as error:
+        results["stages"] = str(error)
     return results
 
 
@@ -98,6 +106,7 @@ def test_three_ranks(tmp_path):
         assert "rank-00001-of-00003.safetensors is damaged" in result["damaged"]
         assert f"continue from {tmp_path}/checkpoints/step-2" in result["damaged"]
         assert "of rank 1 is not the folder of rank 0" in result["not shared"]
+        assert result["stages"].startswith(f"cache_dir: {tmp_path}/of-rank-")
     whole = dict(CheckpointReader(tmp_path / "checkpoints" / "step-2").whole("weights"))
     reference = ToyState(0, 1).tensors
     assert all(torch.equal(value.flatten(), reference["weights", name]) for name, value in whole.items())
