@@ -16,8 +16,8 @@ Augmentation = Literal["none", "crop", "crop-flip"]
 class DistillationLoss(Section):
     """alpha x T^2 x KL(teacher || student at temperature T) + (1 - alpha) x cross-entropy with the labels."""
 
-    alpha: Share = Field(0.5, description="share of the teacher; 0 = labels alone, 1 = teacher alone")
-    temperature: PositiveFloat = Field(4.0, description="T, of both softmaxes in the divergence")
+    alpha: Share = Field(default=0.5, description="share of the teacher; 0 = labels alone, 1 = teacher alone")
+    temperature: PositiveFloat = Field(default=4.0, description="T, of both softmaxes in the divergence")
 
 
 class ClassificationLosses(Section):
@@ -30,22 +30,24 @@ class ClassificationLosses(Section):
 class ClassificationOptions(TaskOptions):
     """What is learnt, for image classifiers."""
 
-    kind: Literal["classification"] = Field("classification", description="which task")  # type: ignore[assignment]
+    kind: Literal["classification"] = Field(default="classification", description="which task")  # type: ignore[assignment]
     losses: ClassificationLosses = ClassificationLosses()
-    channels_last: Switch = Field(False, description="both networks' inputs in channels-last memory, for convolutions")
+    channels_last: Switch = Field(
+        default=False, description="both networks' inputs in channels-last memory, for convolutions"
+    )
 
 
 class ClassificationStudent(Section):
     """The trained network: exactly one of config, path, or the teacher's own layers (num_layers or depths)."""
 
-    config: Location | None = Field(None, description="the library's own config.json")
-    path: Location | None = Field(None, description="a saved model folder")
-    num_layers: Positive | None = Field(None, description="evenly spaced layers of the teacher")
+    config: Location | None = Field(default=None, description="the library's own config.json")
+    path: Location | None = Field(default=None, description="a saved model folder")
+    num_layers: Positive | None = Field(default=None, description="evenly spaced layers of the teacher")
     depths: Annotated[tuple[Positive, ...], Field(min_length=1)] | None = Field(
-        None, description="the same for a teacher of several stages: layers of each"
+        default=None, description="the same for a teacher of several stages: layers of each"
     )
     batch_norm: Literal["batch", "frozen", "group"] = Field(
-        "batch",
+        default="batch",
         description="batch = statistics of each micro-batch, so that its size matters; frozen = running statistics as "
         "they are; group = GroupNorm instead",
     )
@@ -69,18 +71,21 @@ class ClassificationData(Data):
     """What is learnt from: pictures with their classes."""
 
     kind: Literal["images", "datasets", "digits"] = Field(
-        "images", description="images = a folder for each class; datasets = a saved data set; digits = scikit-learn's"
+        default="images",
+        description="images = a folder for each class; datasets = a saved data set; digits = scikit-learn's",
     )
-    path: Location | None = Field(None, description="the folder; of digits none")
-    max_samples: Positive | None = Field(None, description="train on so many only, the same ones in every run")
-    split: Location = Field("train", description="datasets: which part of the data set")
-    image_column: Location = Field("image", description="datasets: where the pictures are")
-    label_column: Location = Field("label", description="datasets: where the classes are")
+    path: Location | None = Field(default=None, description="the folder; of digits none")
+    max_samples: Positive | None = Field(default=None, description="train on so many only, the same ones in every run")
+    split: Location = Field(default="train", description="datasets: which part of the data set")
+    image_column: Location = Field(default="image", description="datasets: where the pictures are")
+    label_column: Location = Field(default="label", description="datasets: where the classes are")
     held_out: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        0.2, description="share of each class that is never trained on, for evaluate; the same under every seed"
+        default=0.2, description="share of each class that is never trained on, for evaluate; the same under every seed"
     )
-    augmentation: Augmentation = Field("none", description="of training pictures, drawn anew in every epoch")
-    crop_scale: Annotated[Float, Field(gt=0, le=1)] = Field(0.6, description="least area of a crop, of the picture's")
+    augmentation: Augmentation = Field(default="none", description="of training pictures, drawn anew in every epoch")
+    crop_scale: Annotated[Float, Field(gt=0, le=1)] = Field(
+        default=0.6, description="least area of a crop, of the picture's"
+    )
 
     @model_validator(mode="after")
     def _has_a_path(self) -> ClassificationData:
@@ -94,23 +99,25 @@ class ClassificationData(Data):
 class TeacherTraining(Section):
     """The stage in which the teacher is trained on the labels, where its folder holds a config and no weights."""
 
-    max_steps: Positive | None = Field(None, description="updates; null = no stage, teacher.path holds the weights")
-    batch_size: Positive = Field(64, description="samples an update, in one process")
-    lr: PositiveFloat = Field(2e-3, description="peak learning rate of AdamW; linear warm-up, then cosine to 0")
-    warmup_steps: NonNegative = Field(50, description="updates")
-    weight_decay: Weight = Field(0.05, description="decoupled; not of biases and norms")
-    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="of the cross-entropy")
-    augmentation: Augmentation = Field("crop", description="as data.augmentation, for the teacher")
-    seed: Annotated[NonNegative, Field(lt=2**63)] = Field(0, description="of its weights, order and crops")
+    max_steps: Positive | None = Field(
+        default=None, description="updates; null = no stage, teacher.path holds the weights"
+    )
+    batch_size: Positive = Field(default=64, description="samples an update, in one process")
+    lr: PositiveFloat = Field(default=2e-3, description="peak learning rate of AdamW; linear warm-up, then cosine to 0")
+    warmup_steps: NonNegative = Field(default=50, description="updates")
+    weight_decay: Weight = Field(default=0.05, description="decoupled; not of biases and norms")
+    label_smoothing: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.0, description="of the cross-entropy")
+    augmentation: Augmentation = Field(default="crop", description="as data.augmentation, for the teacher")
+    seed: Annotated[NonNegative, Field(lt=2**63)] = Field(default=0, description="of its weights, order and crops")
 
 
 class ClassificationEvaluation(Section):
     """What `evaluate` measures, on the pictures that were held out."""
 
-    num_samples: Positive | None = Field(None, description="only so many of the held-out pictures")
-    batch_size: Positive = Field(64, description="pictures a forward pass")
+    num_samples: Positive | None = Field(default=None, description="only so many of the held-out pictures")
+    batch_size: Positive = Field(default=64, description="pictures a forward pass")
     min_accuracy_ratio: PositiveFloat | None = Field(
-        None, description="quality gate: the student's accuracy over the teacher's; exit 3 below it"
+        default=None, description="quality gate: the student's accuracy over the teacher's; exit 3 below it"
     )
 
 

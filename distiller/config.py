@@ -25,9 +25,9 @@ class TaskOptions(Section):
 class FeatureLoss(Section):
     """Distance between block outputs, through projections that are trained with the student."""
 
-    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
-    student_blocks: tuple[NonNegative, ...] = Field((), description="block numbers; empty = none")
-    teacher_blocks: tuple[NonNegative, ...] = Field((), description="one for each student block")
+    weight: Weight = Field(default=0.0, description="of this term in the sum; 0 = off")
+    student_blocks: tuple[NonNegative, ...] = Field(default=(), description="block numbers; empty = none")
+    teacher_blocks: tuple[NonNegative, ...] = Field(default=(), description="one for each student block")
 
     def check_pairs(self) -> None:
         """Every student block has its teacher block, and a weight something to weigh; ValueError otherwise."""
@@ -49,28 +49,31 @@ class Data(Section):
     counts_samples: ClassVar[bool] = True
     """Whether `max_samples` counts what training counts as samples, so that a trial run can ask for a few."""
 
-    max_samples: Positive | None = Field(None, description="only the first so many")
+    max_samples: Positive | None = Field(default=None, description="only the first so many")
 
 
 class Train(Section):
     """How long, and how the global batch is split."""
 
-    max_steps: Positive | None = Field(None, description="updates; wins over num_epochs")
-    num_epochs: Positive | None = Field(None, description="passes over the data")
-    batch_size: Positive = Field(8, description="micro-batch of one process, in samples")
-    gradient_accumulation_steps: Positive | None = Field(None, description="None = derived, or 1")
-    samples_per_update: Positive | None = Field(None, description="global batch; None = derived")
+    max_steps: Positive | None = Field(default=None, description="updates; wins over num_epochs")
+    num_epochs: Positive | None = Field(default=None, description="passes over the data")
+    batch_size: Positive = Field(default=8, description="micro-batch of one process, in samples")
+    gradient_accumulation_steps: Positive | None = Field(default=None, description="None = derived, or 1")
+    samples_per_update: Positive | None = Field(default=None, description="global batch; None = derived")
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = Field(
-        "auto", description="auto = bf16 on a GPU that has it"
+        default="auto", description="auto = bf16 on a GPU that has it"
     )
-    tf32: Switch = Field(False, description="float32 products on a GPU's TF32 units: faster, 10 bits of mantissa")
-    gradient_checkpointing: Switch = Field(False, description="of the student only")
+    tf32: Switch = Field(
+        default=False, description="float32 products on a GPU's TF32 units: faster, 10 bits of mantissa"
+    )
+    gradient_checkpointing: Switch = Field(default=False, description="of the student only")
     compile: Literal["auto", "none", "default", "reduce-overhead", "max-autotune"] = Field(
-        "auto", description="the student, block by block, in a mode of torch.compile; auto = what the launch file says"
+        default="auto",
+        description="the student, block by block, in a mode of torch.compile; auto = what the launch file says",
     )
-    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(None, description="None = no moving average")
-    log_every: Positive = Field(10, description="updates")
-    num_workers: NonNegative = Field(0, description="loader processes a rank")
+    ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(default=None, description="None = no moving average")
+    log_every: Positive = Field(default=10, description="updates")
+    num_workers: NonNegative = Field(default=0, description="loader processes a rank")
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Train:
@@ -82,51 +85,60 @@ class Train(Section):
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
-    lr: PositiveFloat = Field(1e-4, description="peak learning rate")
+    lr: PositiveFloat = Field(default=1e-4, description="peak learning rate")
     betas: tuple[Annotated[Float, Field(ge=0, lt=1)], Annotated[Float, Field(ge=0, lt=1)]] = Field(
-        (0.9, 0.999), description="of AdamW"
+        default=(0.9, 0.999), description="of AdamW"
     )
-    eps: PositiveFloat = Field(1e-8, description="of AdamW")
-    weight_decay: Weight = Field(0.0, description="decoupled; not of biases and norms")
-    max_grad_norm: PositiveFloat | None = Field(None, description="clip at this true global norm; None = no clipping")
+    eps: PositiveFloat = Field(default=1e-8, description="of AdamW")
+    weight_decay: Weight = Field(default=0.0, description="decoupled; not of biases and norms")
+    max_grad_norm: PositiveFloat | None = Field(
+        default=None, description="clip at this true global norm; None = no clipping"
+    )
     max_bad_steps: Positive = Field(
-        5, description="updates in a row whose loss or gradient is not finite (they are left out) that end the run"
+        default=5,
+        description="updates in a row whose loss or gradient is not finite (they are left out) that end the run",
     )
-    schedule: Literal["constant", "linear", "cosine"] = Field("constant", description="after the warm-up, down to 0")
-    warmup_steps: NonNegative = Field(0, description="updates; of a shorter run, all of them")
-    fused: Switch = Field(True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="after the warm-up, down to 0"
+    )
+    warmup_steps: NonNegative = Field(default=0, description="updates; of a shorter run, all of them")
+    fused: Switch = Field(default=True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
 
 
 class Checkpoint(Section):
     """When the run can be continued from."""
 
-    every_steps: Positive | None = Field(None, description="updates; None = only at the end")
+    every_steps: Positive | None = Field(default=None, description="updates; None = only at the end")
     every_minutes: PositiveFloat | None = Field(
-        None, description="since the last one, beside every_steps; rank 0's clock, read at logged steps"
+        default=None, description="since the last one, beside every_steps; rank 0's clock, read at logged steps"
     )
-    at_end: Switch = Field(True, description="after the last update, so that --resume can train longer")
-    keep: Positive = Field(2, description="newest checkpoints that are kept")
+    at_end: Switch = Field(default=True, description="after the last update, so that --resume can train longer")
+    keep: Positive = Field(default=2, description="newest checkpoints that are kept")
 
 
 class Tracking(Section):
     """Where metrics go beside metrics.jsonl."""
 
     trackers: tuple[Literal["wandb", "tensorboard", "trackio"], ...] = Field(
-        (), description="beside metrics.jsonl and the console"
+        default=(), description="beside metrics.jsonl and the console"
     )
-    project: str = Field("distiller", description="of the trackers")
-    run_name: str | None = Field(None, description="of wandb; None = its own")
-    mode: Literal["auto", "online", "offline", "disabled"] = Field("auto", description="auto = offline without a key")
+    project: str = Field(default="distiller", description="of the trackers")
+    run_name: str | None = Field(default=None, description="of wandb; None = its own")
+    mode: Literal["auto", "online", "offline", "disabled"] = Field(
+        default="auto", description="auto = offline without a key"
+    )
 
 
 class Cache(Section):
     """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
 
     draws: Positive | None = Field(
-        None,
+        default=None,
         description="epoch e takes each sample's noise and timestep of epoch e mod draws; None = every epoch its own",
     )
-    shard_mib: Positive = Field(256, description="about the size of a file that `distiller cache` writes, in MiB")
+    shard_mib: Positive = Field(
+        default=256, description="about the size of a file that `distiller cache` writes, in MiB"
+    )
 
     @property
     def is_exact(self) -> bool:
@@ -143,9 +155,13 @@ EvaluationT = TypeVar("EvaluationT", bound=Section)
 class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     """A whole run, but for processes and the student's sharding, which are the launch file's."""
 
-    output_dir: Location = Field("outputs/run", description="relative to the working directory")
-    cache_dir: Location | None = Field(None, description="of the stages before the loop; None = output_dir/stages")
-    seed: Annotated[NonNegative, Field(lt=2**63)] = Field(0, description="of new weights, order, noise and draws")
+    output_dir: Location = Field(default="outputs/run", description="relative to the working directory")
+    cache_dir: Location | None = Field(
+        default=None, description="of the stages before the loop; None = output_dir/stages"
+    )
+    seed: Annotated[NonNegative, Field(lt=2**63)] = Field(
+        default=0, description="of new weights, order, noise and draws"
+    )
     task: TaskT
     teacher: Teacher
     student: StudentT

@@ -14,12 +14,14 @@ class DivergenceLoss(Section):
     """How far the student's next-token distribution is from the teacher's, summed over tokens."""
 
     kind: Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"] = Field(
-        "forward_kl", description="jsd = generalised Jensen-Shannon; the skewed ones compare with a mixture"
+        default="forward_kl", description="jsd = generalised Jensen-Shannon; the skewed ones compare with a mixture"
     )
-    temperature: PositiveFloat = Field(1.0, description="of both softmaxes; the term carries its square")
-    beta: Annotated[Float, Field(ge=0, le=1)] = Field(0.5, description="jsd: the teacher's share of the mixture")
+    temperature: PositiveFloat = Field(default=1.0, description="of both softmaxes; the term carries its square")
+    beta: Annotated[Float, Field(ge=0, le=1)] = Field(
+        default=0.5, description="jsd: the teacher's share of the mixture"
+    )
     skew: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        0.1, description="skewed kinds: the share of the first distribution in what it is compared with"
+        default=0.1, description="skewed kinds: the share of the first distribution in what it is compared with"
     )
 
 
@@ -27,7 +29,8 @@ class LanguageLosses(Section):
     """The terms of the loss; each is a mean over all learnt tokens of the whole update, in float32."""
 
     alpha: Annotated[Float, Field(ge=0, le=1)] = Field(
-        1.0, description="share of the divergence; the rest is the cross-entropy with the data's own next tokens"
+        default=1.0,
+        description="share of the divergence; the rest is the cross-entropy with the data's own next tokens",
     )
     divergence: DivergenceLoss = DivergenceLoss()
     features: FeatureLoss = FeatureLoss()
@@ -38,19 +41,27 @@ class LanguageOptions(TaskOptions):
 
     kind: Literal["causal_lm"] = Field(description="which task")  # type: ignore[assignment]
     losses: LanguageLosses = LanguageLosses()
-    trust_remote_code: Switch = Field(False, description="whether to run Python code that comes with a model's folder")
+    trust_remote_code: Switch = Field(
+        default=False, description="whether to run Python code that comes with a model's folder"
+    )
 
 
 class LanguageStudent(Section):
     """The trained model: exactly one of config, path, or the teacher's own layers (num_layers and so on)."""
 
-    config: Location | None = Field(None, description="the library's own config.json; the tokenizer is the teacher's")
-    path: Location | None = Field(None, description="a saved model: a folder, a hub id or a GGUF file")
-    num_layers: Positive | None = Field(None, description="evenly spaced layers of the teacher")
-    hidden_size: Positive | None = Field(None, description="the teacher's first channels (width)")
-    num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
-    num_key_value_heads: Positive | None = Field(None, description="the teacher's first ones; None = in proportion")
-    intermediate_size: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
+    config: Location | None = Field(
+        default=None, description="the library's own config.json; the tokenizer is the teacher's"
+    )
+    path: Location | None = Field(default=None, description="a saved model: a folder, a hub id or a GGUF file")
+    num_layers: Positive | None = Field(default=None, description="evenly spaced layers of the teacher")
+    hidden_size: Positive | None = Field(default=None, description="the teacher's first channels (width)")
+    num_attention_heads: Positive | None = Field(default=None, description="the teacher's first heads (width)")
+    num_key_value_heads: Positive | None = Field(
+        default=None, description="the teacher's first ones; None = in proportion"
+    )
+    intermediate_size: Positive | None = Field(
+        default=None, description="the teacher's first feed-forward channels (width)"
+    )
 
     @property
     def from_teacher(self) -> bool:
@@ -77,22 +88,24 @@ class LanguageData(Data):
     counts_samples: ClassVar[bool] = False
 
     kind: Literal["text", "jsonl", "datasets", "python-docs"] = Field(
-        "text",
+        default="text",
         description="text = a document a file; jsonl = one a line; datasets = a saved or local data set; python-docs "
         "= Python's own reference, which travels with it",
     )
     path: Location | None = Field(
-        None, description="text, jsonl: a file, a folder or a glob; datasets: a file or a folder; python-docs: none"
+        default=None,
+        description="text, jsonl: a file, a folder or a glob; datasets: a file or a folder; python-docs: none",
     )
-    split: Location = Field("train", description="datasets: which part of the data set")
-    max_samples: Positive | None = Field(None, description="only the first so many documents")
-    max_length: Annotated[Positive, Field(ge=8)] = Field(1024, description="tokens of a row, at most")
+    split: Location = Field(default="train", description="datasets: which part of the data set")
+    max_samples: Positive | None = Field(default=None, description="only the first so many documents")
+    max_length: Annotated[Positive, Field(ge=8)] = Field(default=1024, description="tokens of a row, at most")
     packing: Switch = Field(
-        True,
+        default=True,
         description="rows of max_length tokens full of documents, blind to each other; false = one a row, padded",
     )
     held_out: Annotated[Float, Field(ge=0, lt=1)] = Field(
-        0.05, description="share of the documents that is never trained on, for evaluate; chosen by their numbers"
+        default=0.05,
+        description="share of the documents that is never trained on, for evaluate; chosen by their numbers",
     )
 
     @model_validator(mode="after")
@@ -108,10 +121,14 @@ class LanguageCache(Cache):
     """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
 
     form: Literal["hidden", "topk", "sampled", "topk+sampled"] = Field(
-        "hidden", description="of a token: the last hidden state (exact), its likeliest ids, draws, or both"
+        default="hidden", description="of a token: the last hidden state (exact), its likeliest ids, draws, or both"
     )
-    k: Annotated[Positive, Field(le=255)] = Field(20, description="topk, topk+sampled: likeliest ids of a token")
-    samples: Annotated[Positive, Field(le=255)] = Field(23, description="sampled, topk+sampled: draws of a token")
+    k: Annotated[Positive, Field(le=255)] = Field(
+        default=20, description="topk, topk+sampled: likeliest ids of a token"
+    )
+    samples: Annotated[Positive, Field(le=255)] = Field(
+        default=23, description="sampled, topk+sampled: draws of a token"
+    )
 
     @model_validator(mode="after")
     def _fits_a_record(self) -> LanguageCache:
@@ -134,17 +151,21 @@ class LanguageCache(Cache):
 class LanguageEvaluation(Section):
     """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
 
-    batch_tokens: Positive = Field(8192, description="tokens a batch, padding included; rows of like lengths together")
-    max_rows: Positive | None = Field(None, description="only the first so many held-out rows; None = all")
-    sample_prompts: tuple[str, ...] = Field(
-        (), description="beginnings that both continue; empty = those of held-out documents"
+    batch_tokens: Positive = Field(
+        default=8192, description="tokens a batch, padding included; rows of like lengths together"
     )
-    num_samples: NonNegative = Field(2, description="held-out documents that are continued, without sample_prompts")
+    max_rows: Positive | None = Field(default=None, description="only the first so many held-out rows; None = all")
+    sample_prompts: tuple[str, ...] = Field(
+        default=(), description="beginnings that both continue; empty = those of held-out documents"
+    )
+    num_samples: NonNegative = Field(
+        default=2, description="held-out documents that are continued, without sample_prompts"
+    )
     max_new_tokens: Positive = Field(
-        48, description="of a continuation; without a cache, so its time grows with their square"
+        default=48, description="of a continuation; without a cache, so its time grows with their square"
     )
     min_improvement: PositiveFloat | None = Field(
-        None,
+        default=None,
         description="quality gate: the student's perplexity before training over that after; exit 3 below it",
     )
 

@@ -28,40 +28,46 @@ class Teacher(Section):
     """The frozen network and where it lives. Keys that another placement reads are left alone."""
 
     path: Location = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
-    revision: Location | None = Field(None, description="of a hub id: branch, tag or commit")
-    subfolder: Location | None = Field(None, description="where in the folder or repository the pipeline lies")
+    revision: Location | None = Field(default=None, description="of a hub id: branch, tag or commit")
+    subfolder: Location | None = Field(default=None, description="where in the folder or repository the pipeline lies")
     placement: Placement = Field(
-        "replicated", description="where it lives; docs/MODEL_LOADING_STRATEGIES.md compares the places"
+        default="replicated", description="where it lives; docs/MODEL_LOADING_STRATEGIES.md compares the places"
     )
-    dtype: DType = Field("auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
+    dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
     quantization: Literal["none", "int8"] = Field(
-        "none", description="int8 = bitsandbytes, for placement replicated and balanced"
+        default="none", description="int8 = bitsandbytes, for placement replicated and balanced"
     )
-    prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(0, description="updates asked for ahead; none yet")
-    pin_memory: Switch = Field(True, description="of host memory that a GPU copies from; false is several times slower")
+    prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(
+        default=0, description="updates asked for ahead; none yet"
+    )
+    pin_memory: Switch = Field(
+        default=True, description="of host memory that a GPU copies from; false is several times slower"
+    )
     ring_blocks: Annotated[Positive, Field(ge=2)] = Field(
-        3, description="streamed, disk: blocks on the GPU at a time, one in use and the others on their way"
+        default=3, description="streamed, disk: blocks on the GPU at a time, one in use and the others on their way"
     )
     resident_blocks: NonNegative | Literal["auto"] = Field(
-        0, description="streamed, disk: blocks that stay on the GPU; auto = what the student leaves room for"
+        default=0, description="streamed, disk: blocks that stay on the GPU; auto = what the student leaves room for"
     )
     shard_transfers: Switch | Literal["auto"] = Field(
-        "auto",
+        default="auto",
         description="streamed: each rank copies its share of a block, NVLink does the rest; auto = with 2 GPUs or more",
     )
     amortise: Switch = Field(
-        True, description="streamed, disk: all micro-batches of an update pass a block while it is there"
+        default=True, description="streamed, disk: all micro-batches of an update pass a block while it is there"
     )
-    read_threads: Positive = Field(4, description="disk: files read ahead by so many threads a rank")
+    read_threads: Positive = Field(default=4, description="disk: files read ahead by so many threads a rank")
     device_map: dict[str, NonNegative | Literal["cpu", "disk"]] | None = Field(
-        None, description="custom: module name to GPU number, cpu or disk, as in Accelerate"
+        default=None, description="custom: module name to GPU number, cpu or disk, as in Accelerate"
     )
-    rank: NonNegative = Field(0, description="rank0: the rank that holds the teacher")
-    micro_batch: Positive | None = Field(None, description="rank0: samples a forward pass; None = all ranks' at once")
-    offload: Literal["none", "cpu", "nvme"] = Field("none", description="sharded: where the shards wait")
-    nvme_path: Location | None = Field(None, description="sharded with offload nvme: a folder on a local disk")
+    rank: NonNegative = Field(default=0, description="rank0: the rank that holds the teacher")
+    micro_batch: Positive | None = Field(
+        default=None, description="rank0: samples a forward pass; None = all ranks' at once"
+    )
+    offload: Literal["none", "cpu", "nvme"] = Field(default="none", description="sharded: where the shards wait")
+    nvme_path: Location | None = Field(default=None, description="sharded with offload nvme: a folder on a local disk")
     cache: Location | None = Field(
-        None, description="cached: the folder that `distiller cache` writes and training reads"
+        default=None, description="cached: the folder that `distiller cache` writes and training reads"
     )
 
     @model_validator(mode="after")
