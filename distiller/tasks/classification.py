@@ -51,7 +51,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def __init__(self, recipe: ClassificationRecipe) -> None:
         self._recipe, self._losses = recipe, recipe.task.losses
         teacher = recipe.teacher
-        root, _ = find_folder(teacher.path, teacher.revision, teacher.subfolder, "teacher.path")
+        root, _ = find_folder(teacher.path, teacher.revision, teacher.subfolder)
         origin = f"teacher.path: {teacher.path}"
         self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from huggingface_hub import constants, list_repo_files, snapshot_download
+from huggingface_hub import list_repo_files
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
+from distiller.hub import download, looks_like_hub_id
 from distiller.resources import local_path
 from distiller.stages import digest_files
 from distiller.vision.stored import check_weights, stored_files, weights_among
@@ -55,7 +56,8 @@ class ClassifierFiles:
             UserError: there are none in safetensors, or one of the files is not whole.
         """
         if self.repository is not None:
-            download(*self.repository, ["*.safetensors", "*.json"])
+            name, revision = self.repository
+            download("teacher", name, revision, ["*.safetensors", "*.json"])
         check_weights(self.root, self.source)
         return self.root
 
@@ -75,15 +77,15 @@ class ClassifierFiles:
         return digest_files([*self.weight_files(), self.root / "config.json"])
 
 
-def find_folder(path: str, revision: str | None, subfolder: str | None, key: str) -> tuple[Path, str | None]:
-    """The folder that a path or hub id means, with its JSON files present, and the hub id if it is one. UserError."""
+def find_folder(path: str, revision: str | None, subfolder: str | None) -> tuple[Path, str | None]:
+    """The folder that teacher.path means, with its JSON files present, and the hub id if it is one. UserError."""
     folder, repository = local_path(path), None
     if not os.path.exists(folder):
-        if len(parts := path.split("/")) != 2 or not all(parts) or path.startswith((".", "~")):
-            raise UserError(f"{key}: {path} is neither a folder nor a hub id (owner/name)")
-        folder, repository = download(path, revision, ["*.json"], key), path
+        if not looks_like_hub_id(path):
+            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name)")
+        folder, repository = download("teacher", path, revision, ["*.json"]), path
     elif not folder.is_dir():
-        raise UserError(f"{key}: {path} is a file; give the folder that holds config.json")
+        raise UserError(f"teacher.path: {path} is a file; give the folder that holds config.json")
     elif revision is not None:
         raise UserError(f"teacher.revision is {revision} and teacher.path {path} a folder; remove it")
     return folder / subfolder if subfolder else folder, repository
@@ -129,7 +131,7 @@ def inspect_config(config: PretrainedConfig, picture_shape: tuple[int, int, int]
 
 def find_classifier(path: str, revision: str | None, subfolder: str | None, processor: Processor) -> ClassifierFiles:
     """Finds and checks the teacher, reading JSON files only. Raises UserError in one line."""
-    root, repository = find_folder(path, revision, subfolder, "teacher.path")
+    root, repository = find_folder(path, revision, subfolder)
     origin = f"teacher.path: {path}"
     config = read_config(root / "config.json", origin)
     structure = inspect_config(config, processor.shape, origin)
@@ -194,25 +196,12 @@ class Processor:
         self._processor.save_pretrained(folder)
 
 
-def download(name: str, revision: str | None, patterns: list[str], key: str = "teacher.path") -> Path:
-    """Downloads what matches; every failure is one line that names the id and the way to work offline."""
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-    except Exception as error:
-        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
-        why = "offline mode is on and it is not in the local cache" if constants.HF_HUB_OFFLINE else _line(error)
-        raise UserError(
-            f"{key}: {name} is no folder here and cannot be fetched ({why}); log in with `hf auth login` if it is "
-            "private; to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
-        ) from error
-
-
 def _listed(name: str, revision: str | None, folder: str) -> list[str]:
     """The names of the files in one folder of a repository; none where the hub cannot be asked."""
     try:
         paths = list_repo_files(name, revision=revision)
     except Exception:
-        # Offline, or as in `download`: then the descriptions came from the local cache, which was looked at before.
+        # Offline, or whatever its HTTP client raises: the descriptions came from the local cache, then.
         return []
     return [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder.strip("/")]
 
