@@ -8,6 +8,7 @@ from typing import Any
 from distiller.config import FeatureLoss
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy
+from distiller.language.batch import padded_length
 from distiller.language.divergences import (
     Divergence,
     ForwardKL,
@@ -51,19 +52,21 @@ def check_feature_blocks(features: FeatureLoss, teacher: Anatomy, student: Anato
 
 
 def check_lengths(data: LanguageData, teacher: Anatomy, student: Anatomy) -> None:
-    """Rows are not longer than either model can read."""
+    """Rows, padding included, are not longer than either model can read."""
+    longest = padded_length(data.max_length)
+    padding = f" ({longest} with padding)" if longest > data.max_length else ""
     for owner, anatomy in (("teacher", teacher), ("student", student)):
         limit = anatomy.max_positions
-        if limit is not None and data.max_length > limit:
+        if limit is not None and longest > limit:
             raise UserError(
-                f"data.max_length is {data.max_length} and the {owner} reads at most {limit} tokens "
+                f"data.max_length is {data.max_length}{padding} and the {owner} reads at most {limit} tokens "
                 "(max_position_embeddings); lower it"
             )
         changes_at = _changing_length(anatomy.config)
-        if changes_at is not None and data.max_length > changes_at:
+        if changes_at is not None and longest > changes_at:
             raise UserError(
-                f"data.max_length is {data.max_length} and the {owner} turns its rotary positions another way for "
-                f"all rows once one has more than {changes_at} tokens (original_max_position_embeddings); lower it"
+                f"data.max_length is {data.max_length}{padding} and the {owner} turns its rotary positions another way "
+                f"for all rows once one has more than {changes_at} tokens (original_max_position_embeddings); lower it"
             )
 
 
@@ -74,10 +77,10 @@ def check_continuations(
     longest = max(map(len, beginnings), default=0)
     for owner, anatomy in (("teacher", teacher), ("student", student)):
         limit = anatomy.max_positions
-        if beginnings and limit is not None and longest + max_new_tokens > limit:
+        if beginnings and limit is not None and padded_length(longest + max_new_tokens) > limit:
             raise UserError(
                 f"evaluation.max_new_tokens is {max_new_tokens} after a prompt of {longest} tokens and the {owner} "
-                f"reads at most {limit} (max_position_embeddings); lower it, or shorten the prompt"
+                f"reads at most {limit}, padding included (max_position_embeddings); lower it, or shorten the prompt"
             )
 
 

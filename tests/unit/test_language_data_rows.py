@@ -97,12 +97,20 @@ def test_a_batch_is_padded_to_a_multiple_of_eight_that_nobody_learns(store):
     assert batch.input_ids.shape == (2, 16)
     assert batch.lengths == (4, 10)
     assert batch.input_ids[0, 4:].tolist() == [PAD] * 12
-    assert batch.position_ids[0].tolist() == [*range(4), *range(12)]
-    assert batch.position_ids[1].tolist() == [*range(10), *range(6)]
+    assert batch.position_ids.tolist() == [[*range(16)], [*range(16)]]
     assert (count(batch), tokens(batch)) == (3 + 9, 14)
     assert collate(rows[:1], PAD).input_ids.shape == (1, 8)
     assert {tensor.dtype for tensor in (batch.input_ids, batch.position_ids, batch.labels)} == {torch.int64}
     assert batch.map(lambda tensor: tensor + 1).labels[0, 3] == IGNORED + 1
+
+
+def test_padding_goes_on_with_the_last_document_of_a_packed_row(store):
+    _, rows = rows_of(store(3, 5, 2), max_length=16, splits=True, joins=True)
+    batch = collate(rows, PAD)
+    length = batch.lengths[-1]
+    begins = (batch.position_ids[-1] == 0).nonzero().flatten().tolist()
+    assert batch.input_ids.shape[1] > length > begins[-1] > 0
+    assert batch.position_ids[-1, begins[-1] :].tolist() == [*range(batch.input_ids.shape[1] - begins[-1])]
 
 
 def llama():
