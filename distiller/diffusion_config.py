@@ -69,7 +69,9 @@ class DiffusionOptions(TaskOptions):
     guidance: Guidance = Guidance()
     losses: Losses = Losses()
     condition_dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
-    max_sequence_length: Positive = Field(512, description="text tokens that the pipeline pads to")
+    max_sequence_length: Positive | None = Field(
+        None, description="text tokens that the pipeline pads to; None = its own (Wan: 512)"
+    )
 
 
 class Sampling(Section):
