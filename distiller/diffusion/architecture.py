@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from distiller.diffusion_config import DiffusionOptions
@@ -115,6 +116,16 @@ class Architecture(ABC):
     @abstractmethod
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:
         """Where the tensor `name` of a student that is cut out of the teacher comes from; None: it keeps its own."""
+
+
+def check_builds(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:
+    """Raises UserError unless diffusers builds a model of this config; without weights."""
+    try:
+        with torch.device("meta"):
+            architecture.model_class.from_config(dict(config))
+    except Exception as error:
+        kind = type(error).__name__
+        raise UserError(f"{origin}: diffusers cannot build this model ({kind}: {error}); correct it") from error
 
 
 def check_whole_numbers(config: Mapping[str, Any], keys: Sequence[str], origin: str) -> None:

@@ -11,6 +11,8 @@ from distiller.teacher_config import Teacher
 
 FAMILIES = {
     "WanPipeline": ("distiller.diffusion.wan.family", "WanFamily"),
+    "StableDiffusion3Pipeline": ("distiller.diffusion.stable_diffusion_3.family", "SD3Family"),
+    "StableDiffusionPipeline": ("distiller.diffusion.stable_diffusion.family", "StableDiffusionFamily"),
 }
 """Class of the pipeline -> module and class. Imported when it is asked for: each loads pipelines of its own."""
 

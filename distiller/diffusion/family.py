@@ -14,7 +14,7 @@ from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
 from distiller.diffusion.vae import Vae
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 
 Condition = dict[str, Tensor]
 """What one prompt becomes: `text` [n, D], and other tensors of one shape for all prompts."""
@@ -62,6 +62,10 @@ class Family(ABC):
     @abstractmethod
     def check_task(self, task: DiffusionOptions) -> None:
         """Raises UserError for keys that these pipelines cannot follow."""
+
+    @abstractmethod
+    def check_student(self, student: DiffusionStudent) -> None:
+        """Raises UserError for a saved student whose own pipeline says that it predicts something else."""
 
     @abstractmethod
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:

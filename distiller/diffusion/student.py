@@ -37,6 +37,7 @@ def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
         if ours != theirs:
             raise UserError(f"the student's {key} ({name}) is {ours} and the teacher's {theirs}; they must be equal")
     architecture.check_student(config, teacher)
+    family.check_student(student)
     try:
         with torch.device("meta"):
             architecture.model_class.from_config(config)

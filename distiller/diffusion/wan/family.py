@@ -21,7 +21,7 @@ from distiller.diffusion.vae import Vae
 from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENGTH
 from distiller.diffusion.wan.vae import WanVae
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.errors import UserError
 
 
@@ -45,6 +45,9 @@ class WanFamily(Family):
 
     def check_task(self, task: DiffusionOptions) -> None:
         del task
+
+    def check_student(self, student: DiffusionStudent) -> None:
+        del student
 
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
         spatial = int(self.files.vae_config.get("scale_factor_spatial", 8))
