@@ -93,6 +93,16 @@ def test_16_bit_teachers_predict_in_16_bits(pictures, kind):
     assert network.skeleton(network.module_names[0], torch.bfloat16).training is False
 
 
+def test_a_unet_s_parts_are_in_the_order_in_which_they_run(pictures):
+    """Or a device map would send a forward pass to and fro between two GPUs."""
+    _, network, _ = teacher_of(pictures["sd"])
+    skeleton = network.skeleton("unet", torch.float32)
+    names = [name for name, _ in skeleton.named_modules() if name in network.block_names("unet")]
+    assert tuple(names) == network.block_names("unet")
+    parts = [name for name, _ in skeleton.named_children()]
+    assert parts.index("conv_in") < parts.index("down_blocks") < parts.index("mid_block") < parts.index("conv_norm_out")
+
+
 @pytest.mark.parametrize("has_third", [True, False])
 def test_sd3_prompts_are_encoded_as_the_pipeline_does(tmp_path, has_third):
     family = find_pipeline(Teacher(path=str(toy_pictures.make_sd3(tmp_path / "sd3", has_third))))

@@ -99,7 +99,13 @@ class UNetArchitecture(Architecture):
         return pictures.flatten(2).transpose(1, 2)
 
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
-        del model, max_sequence_length
+        del max_sequence_length
+        # Device maps fill devices in the modules' order: in that of the forward pass it crosses from one to the next
+        # once. The library makes the middle last.
+        modules = list(model._modules)
+        for name in modules[modules.index("up_blocks") :]:
+            if name != "mid_block":
+                model._modules[name] = model._modules.pop(name)
 
     def entry(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("conv_in")
