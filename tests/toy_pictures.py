@@ -54,7 +54,7 @@ UNET_CONFIG: dict[str, Any] = {
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
     "block_out_channels": (8, 16),
     "layers_per_block": 2,
-    "norm_num_groups": 4,
+    "norm_num_groups": 2,
     "cross_attention_dim": CLIP_WIDTH,
     "attention_head_dim": 2,
 }

@@ -93,6 +93,15 @@ def test_16_bit_teachers_predict_in_16_bits(pictures, kind):
     assert network.skeleton(network.module_names[0], torch.bfloat16).training is False
 
 
+@pytest.mark.parametrize("kind", toy_pictures.KINDS)
+def test_int8_teachers_answer_nearly_the_same(pictures, kind):
+    _, network, teacher = teacher_of(pictures[kind])
+    quantised = open_teacher(network, setup(torch.float32, quantization="int8"))
+    request = Request((0, 1, 2), inputs_for(kind, 3), ("prediction",))
+    ours, theirs = (one.predict([request])[0]["prediction"] for one in (quantised, teacher))
+    assert 0 < ((ours - theirs).norm() / theirs.norm()).item() < 0.05
+
+
 def test_a_unet_s_parts_are_in_the_order_in_which_they_run(pictures):
     """Or a device map would send a forward pass to and fro between two GPUs."""
     _, network, _ = teacher_of(pictures["sd"])
@@ -224,6 +233,9 @@ def test_pictures_go_through_the_vae_as_the_pipeline_sends_them(pictures, kind):
     pipeline = family.pipeline_class.from_pretrained(pictures[kind])
     config = pipeline.vae.config
     with torch.no_grad():
+        posterior = pipeline.vae.encode(pixels[:, :, 0]).latent_dist
+        expected = (posterior.mode() - (config.shift_factor or 0.0)) * config.scaling_factor
+        torch.testing.assert_close(latents[:, :, 0], expected)
         decoded = pipeline.vae.decode(latents[:, :, 0] / config.scaling_factor + (config.shift_factor or 0.0)).sample
     expected = pipeline.image_processor.postprocess(decoded, output_type="np")
     assert abs(vae.decode(latents)[:, 0] / 255 - expected).max() <= 0.5 / 255 + 1e-5
