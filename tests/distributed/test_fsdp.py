@@ -97,7 +97,7 @@ class Trained:
                 latents, timesteps, text, target = draws
                 with self.accelerator.accumulate(self.student):
                     with self.accelerator.autocast():
-                        prediction, features = self.student(latents, 987.3 + timesteps.flatten(), text)
+                        prediction, features = self.student(latents, 987.3 + timesteps.flatten(), text=text)
                     loss = (prediction.float() - target).square().mean() + features[0].float().square().mean()
                     self.accelerator.backward(loss)
                 total += loss.detach() / ACCUMULATION
