@@ -12,7 +12,7 @@ from distiller.sections import Float, Location, Positive, PositiveFloat, Section
 
 
 class PredictionLoss(Section):
-    """Distance between the student's and the teacher's prediction (for Wan: the flow's velocity)."""
+    """Distance between the student's and the teacher's prediction: the flow's velocity, the noise, or v."""
 
     weight: Weight = Field(1.0, description="of this term in the sum")
     kind: Literal["mse", "huber"] = Field("mse", description="squared error, or linear beyond huber_delta")
@@ -20,7 +20,7 @@ class PredictionLoss(Section):
 
 
 class TrueDataLoss(Section):
-    """Flow-matching loss against the data's own velocity (noise - x_0); needs images or latents."""
+    """Distance to what the data's own x_0 and noise say (for a flow: noise - x_0); needs images or latents."""
 
     weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
 
@@ -34,17 +34,17 @@ class Losses(Section):
 
 
 class Timesteps(Section):
-    """How the noise level sigma in (0, 1) of each sample is drawn; the timestep is sigma x 1000."""
+    """How the noise level in (0, 1) of each sample is drawn: sigma, or the share of the schedule. Times 1000: t."""
 
     sampling: Literal["uniform", "logit_normal"] = Field(
-        "uniform", description="distribution of sigma before the shift"
+        "uniform", description="distribution of the level before the shift"
     )
     logit_mean: Float = Field(0.0, description="of logit_normal")
     logit_std: PositiveFloat = Field(1.0, description="of logit_normal")
     shift: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="sigma' = shift * sigma / (1 + (shift - 1) * sigma); auto = the teacher's scheduler's"
+        "auto", description="s' = shift * s / (1 + (shift - 1) * s); auto = the teacher's scheduler's"
     )
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none", description="diffusers' SD3 loss weightings")
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none", description="SD3's loss weightings, of flows")
 
 
 class Guidance(Section):
@@ -63,13 +63,15 @@ class DiffusionOptions(TaskOptions):
     kind: Literal["diffusion"] = Field("diffusion", description="which task")  # type: ignore[assignment]
     height: Positive = Field(64, description="pixels")
     width: Positive = Field(64, description="pixels")
-    num_frames: Positive = Field(1, description="1 = text-to-image; otherwise 4 k + 1 for Wan")
+    num_frames: Positive = Field(1, description="1 = text-to-image; otherwise 4 k + 1, for Wan")
     targets: Literal["live", "stored"] = Field("live", description="stored = the rollout's own (x_t, prediction) pairs")
     timesteps: Timesteps = Timesteps()
     guidance: Guidance = Guidance()
     losses: Losses = Losses()
     condition_dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
-    max_sequence_length: Positive = Field(512, description="text tokens that the pipeline pads to")
+    max_sequence_length: Positive | None = Field(
+        None, description="text tokens that the pipeline pads to; None = its own"
+    )
 
 
 class Sampling(Section):
@@ -98,8 +100,10 @@ class DiffusionStudent(Section):
     """The trained network: exactly one of config, path, or the teacher's own blocks (num_layers and so on)."""
 
     config: Location | None = Field(None, description="the library's own config.json")
-    path: Location | None = Field(None, description="a saved model folder, or a pipeline folder with transformer/")
-    num_layers: Positive | None = Field(None, description="evenly spaced blocks of the teacher")
+    path: Location | None = Field(None, description="a saved model folder, or a pipeline folder")
+    num_layers: Positive | None = Field(
+        None, description="evenly spaced blocks of the teacher; of a UNet, layers a block"
+    )
     num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
     ffn_dim: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
 

@@ -34,7 +34,7 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
 from distiller import digits
-from distiller.wan.short_text import install_short_text, remove_short_text
+from distiller.diffusion.wan.short_text import install_short_text, remove_short_text
 
 ASSET = Path(__file__).resolve().parent.parent / "distiller" / "assets" / "digits-wan"
 MINIMUM_ACCURACY = 0.97

@@ -23,7 +23,7 @@ from distiller.resources import local_path
 from distiller.stopping import Stops
 
 if TYPE_CHECKING:
-    from distiller.wan.pipeline import WanFiles
+    from distiller.diffusion.family import Family
 
 STUDENT_FILE = "student_config.json"
 """In output_dir: the translated student config, which `student.config` of the recipe names."""
@@ -86,18 +86,18 @@ def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
 
 def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str, Any] | None:
     """The translated student config, if it is an older one; the recipe then names it, and has its sizes."""
+    from distiller.diffusion.families import find_pipeline
     from distiller.diffusion_config import DiffusionOptions
     from distiller.teacher_config import Teacher
-    from distiller.wan.pipeline import find_pipeline, transformer_defaults
 
     origin = f"--student_config {flags.student_config}"
     older = _read_json(local_path(flags.student_config), origin)
     translated = None
     if is_older(older):
-        files = find_pipeline(Teacher(path=flags.teacher_path))
-        described = files.transformer_configs["transformer"]
-        teacher = {key: described[key] for key in transformer_defaults()}
-        latent_pixels = int(files.vae_config.get("scale_factor_spatial", 8))
+        family = find_pipeline(Teacher(path=flags.teacher_path))
+        _check_kind(family, flags)
+        teacher = {key: family.teacher_config[key] for key in family.architecture.defaults()}
+        latent_pixels = int(family.files.vae_config.get("scale_factor_spatial", 8))
         translated = translate_student(older, teacher, latent_pixels, origin)
         notices += translated.notices
         data["student"]["config"] = str(Path(data["output_dir"]) / STUDENT_FILE)
@@ -105,7 +105,7 @@ def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str
             data["task"]["max_sequence_length"] = translated.max_sequence_length
         if translated.image_size is not None:
             data["task"] = {"height": translated.image_size, "width": translated.image_size} | data["task"]
-            _check_size(data["task"]["height"], files)
+            _check_size(data["task"]["height"], family)
     if "height" not in data["task"]:
         pixels = DiffusionOptions().height
         notices.append(f"{origin} names no image_size: {pixels} x {pixels} pixels; --image_size PIXELS sets another")
@@ -113,9 +113,17 @@ def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str
     return None if translated is None else translated.config
 
 
-def _check_size(pixels: int, files: WanFiles) -> None:
+def _check_kind(family: Family, flags: Flags) -> None:
+    if family.architecture.name != "WanTransformer3DModel":
+        raise UserError(
+            f"--student_config {flags.student_config} is an older config, which describes a Wan transformer, and "
+            f"--teacher_path {flags.teacher_path} has a {family.architecture.name}; give that class's config.json"
+        )
+
+
+def _check_size(pixels: int, family: Family) -> None:
     try:
-        files.latent_shape(1, pixels, pixels)
+        family.latent_shape(1, pixels, pixels)
     except UserError as error:
         raise UserError(f"image_size is {pixels}: {error}") from error
 

@@ -1,4 +1,4 @@
-"""Task `diffusion`: a Wan pipeline's transformer(s) distilled into a smaller Wan transformer."""
+"""Task `diffusion`: the networks of a text-to-image or text-to-video pipeline, distilled into a smaller one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,22 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from distiller import draws
 from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
+from distiller.diffusion.batch import DiffusionBatch, collate
+from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import guide
+from distiller.diffusion.evaluation import Pair, compare
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
+from distiller.diffusion.noising import DiffusionSample, NoisedData
+from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
+from distiller.diffusion.sources import Source
+from distiller.diffusion.student import DistilledStudent, build_student, student_config
+from distiller.diffusion.text import embed
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
@@ -23,40 +33,30 @@ from distiller.stages import digest_of
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
-from distiller.wan.batch import DiffusionBatch, collate
-from distiller.wan.checks import check_feature_blocks, check_guidance, check_judge, check_patches
-from distiller.wan.drawing import guide, load_scheduler
-from distiller.wan.evaluation import compare
-from distiller.wan.network import FEATURES, PREDICTION, UNCONDITIONAL, WanNetwork
-from distiller.wan.noising import DiffusionSample, NoisedData
-from distiller.wan.pipeline import find_pipeline
-from distiller.wan.samples import Conditions, draw_student, draw_teacher, load_student, write_grid
-from distiller.wan.short_text import install_short_text
-from distiller.wan.sources import Source
-from distiller.wan.student import DistilledStudent, build_student, student_config
-from distiller.wan.text import embed, load_text_encoder
-from distiller.wan.vae import Vae
 
 MAX_SAMPLES = 10
 
 
-class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
+class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
     sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task
-        self.files = find_pipeline(recipe.teacher)
-        self.network = WanNetwork(self.files, self._task.max_sequence_length)
-        self._latent_shape = self.files.latent_shape(self._task.num_frames, self._task.height, self._task.width)
-        self._student_config = student_config(recipe.student, self.files)
-        load_scheduler(self.files)
-        check_patches(self._task, self.files, self._student_config, self._latent_shape)
-        check_feature_blocks(self._task, self.files, self._student_config)
-        check_guidance(recipe, self.files)
+        self.family = find_pipeline(recipe.teacher)
+        self.family.check_task(self._task)
+        self._length = self.family.text_length(self._task)
+        self.network = DiffusionNetwork(self.family, self._length)
+        self._latent_shape = self.family.latent_shape(self._task.num_frames, self._task.height, self._task.width)
+        self._student_config = student_config(recipe.student, self.family)
+        self._process = self.family.noise_process(self._latent_shape)
+        self._process.check_task(self._task)
+        check_sizes(self._task, self.family, self._student_config, self._latent_shape)
+        check_feature_blocks(self._task, self.family, self._student_config, self._latent_shape)
+        check_guidance(recipe, self.family)
         check_judge(recipe)
-        self._source = Source(recipe, self.files, self.network, self._latent_shape)
+        self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
         self.num_samples = self._source.num_samples
         self.data_digest = digest_of(self._source.prompts)
         self._feature_names = tuple(f"{FEATURES}{number}" for number in self._task.losses.features.teacher_blocks)
@@ -80,16 +80,18 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
 
     def student_skeleton(self) -> DistilledStudent:
         with init_empty_weights():
-            model = WanTransformer3DModel.from_config(self._student_config)
+            model = self.family.architecture.model_class.from_config(self._student_config)
             return self._with_projections(model)
 
     @property
     def block_classes(self) -> tuple[str, ...]:
-        return tuple(WanTransformer3DModel._no_split_modules or ())
+        model = self.student_skeleton().model
+        names = self.family.architecture.block_names(self._student_config)
+        return tuple(sorted({type(model.get_submodule(name)).__name__ for name in names}))
 
     def build_student(self) -> DistilledStudent:
-        model = build_student(self._recipe.student, self._student_config, self.files, self._recipe.seed)
-        install_short_text(model, self._task.max_sequence_length)
+        model = build_student(self._recipe.student, self._student_config, self.family, self._recipe.seed)
+        self.family.architecture.prepare(model, self._length)
         return self._with_projections(model)
 
     def student_parameters(self, trained: nn.Module) -> int:
@@ -101,15 +103,13 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         trained.model.enable_gradient_checkpointing()
 
     def collate(self, samples: Sequence[DiffusionSample]) -> DiffusionBatch:
-        return collate(samples, self._task, self.network)
+        return collate(samples, self._task, self.family, self.network)
 
     def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
         return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def request(self, batch: DiffusionBatch) -> Request:
-        inputs = {"latents": batch.noisy, "timesteps": batch.timesteps, "text": batch.text}
-        if batch.negative_text is not None:
-            inputs["negative_text"] = batch.negative_text
+        inputs = inputs_of(batch.noisy, batch.timesteps, batch.positive, batch.negative)
         return Request(batch.sample_ids, inputs, self.wanted, batch.modules)
 
     @property
@@ -123,11 +123,12 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         task = self._task
-        read = {"height", "width", "num_frames", "guidance", "condition_dropout", "max_sequence_length"}
-        scheduler = {"shift": self.files.scheduler_shift, "boundary": self.files.boundary_timestep}
-        configs = self.files.transformer_configs
+        read = {"height", "width", "num_frames", "guidance", "condition_dropout"}
+        scheduler = {**self._process.key(), "boundary": self.family.files.boundary_timestep}
+        configs = self.family.files.configs
         timesteps = task.timesteps.model_dump(mode="json", exclude={"weighting"})
-        options = task.model_dump(mode="json", include=read) | {"timesteps": timesteps}
+        options = task.model_dump(mode="json", include=read)
+        options |= {"max_sequence_length": self._length, "timesteps": timesteps}
         return {**options, "scheduler": scheduler, "configs": configs, **self._source.key(dtype)}
 
     def sample_ids(self, batch: DiffusionBatch) -> tuple[int, ...]:
@@ -137,16 +138,14 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return len(batch.sample_ids)
 
     def tokens(self, batch: DiffusionBatch) -> int:
-        patches = [
-            size // patch for size, patch in zip(batch.noisy.shape[2:], self._student_config["patch_size"], strict=True)
-        ]
-        return len(batch.sample_ids) * torch.Size(patches).numel()
+        return len(batch.sample_ids) * self.family.architecture.num_tokens(self._student_config, self._latent_shape)
 
     def student_inputs(
         self, batch: DiffusionBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
     ) -> Mapping[str, Any]:
         del teacher_outputs
-        return {"latents": batch.noisy.to(dtype), "timesteps": batch.timesteps, "text": batch.text.to(dtype)}
+        conditions = {name: value.to(dtype) for name, value in batch.positive.items()}
+        return {"latents": batch.noisy.to(dtype), "timesteps": batch.timesteps, **conditions}
 
     def loss(
         self, student_outputs: tuple[Tensor, list[Tensor]], teacher_outputs: Outputs | None, batch: DiffusionBatch
@@ -172,13 +171,13 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
             ) / len(self._feature_names)
             total = total + losses.features.weight * terms["features"]
         if losses.true_data.weight:
-            assert batch.velocity is not None
-            terms["true_data"] = mean_squared_error(prediction, batch.velocity).sum()
+            assert batch.truth is not None
+            terms["true_data"] = mean_squared_error(prediction, batch.truth).sum()
             total = total + losses.true_data.weight * terms["true_data"]
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        model = WanTransformer3DModel.from_config(self._student_config)
+        model = self.family.architecture.model_class.from_config(self._student_config)
         ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
         model.load_state_dict(ours, strict=True)
         model.save_pretrained(folder, safe_serialization=True)
@@ -196,14 +195,13 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         conditions = source.conditions(prompts, sample_ids, device)
         # Every rank asks the teacher, since some placements communicate; rank 0 draws the student.
         if teacher is not None:
-            rows = {"teacher": draw_teacher(teacher, self.network, self.files, self._recipe, conditions)}
+            rows = {"teacher": draw_teacher(teacher, self.network, self._process, self._recipe, conditions)}
         else:
             known = source.known_latents(sample_ids)
             rows = {} if known is None else {"teacher" if self._recipe.data.kind == "prompts" else "data": known}
         if accelerator.is_main_process:
-            student = load_student(run_dir, self._task.max_sequence_length, device)
-            rows["student"] = draw_student(student, self.files, self._recipe, conditions)
-            write_grid(rows, prompts, Vae(self.files, device), run_dir / "samples.png")
+            rows["student"] = self._draw_student(run_dir, conditions, device)
+            write_grid(rows, prompts, self.family.load_vae(device), run_dir / "samples.png")
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
@@ -216,11 +214,10 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
                 raise UserError(
                     "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
                 ) from error
-        student = load_student(run_dir, self._task.max_sequence_length, device)
+        student = load_student(self.family.architecture, run_dir, self._length, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        report = compare(
-            self._recipe, self.files, self.network, teacher, student, prompts, labels, judge, dtype, device
-        )
+        pair = Pair(self._recipe, self.family, self._process, self.network, teacher, student)
+        report = compare(pair, prompts, labels, judge, dtype, device)
         teacher.close()
         ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
@@ -232,22 +229,33 @@ class DiffusionTask(Task[DiffusionBatch, WanNetwork]):
         return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
-        student = load_student(run_dir, self._task.max_sequence_length, device)
         dtype = teacher_dtype(self._recipe.teacher.dtype, device)
-        length, encoder = self._task.max_sequence_length, load_text_encoder(self.files, dtype, device)
-        noise = [draws.noise(seed, 0, i, self._latent_shape, "sample") for i in range(len(prompts))]
-        negative_text = embed(encoder, [self._task.guidance.negative_prompt], length)
-        conditions = Conditions(torch.stack(noise).to(device), embed(encoder, prompts, length), negative_text)
+        encoder = self.family.load_text_encoder(dtype, device)
+        positive = embed(self.family, encoder, prompts, self._length)
+        negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
+        ids = range(len(prompts))
+        conditions = Conditions.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
+        ours = self._draw_student(run_dir, conditions, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        theirs = draw_teacher(teacher, self.network, self.files, self._recipe, conditions)
+        theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
         teacher.close()
-        ours = draw_student(student, self.files, self._recipe, conditions)
-        write_grid({"teacher": theirs, "student": ours}, prompts, Vae(self.files, device), output)
+        write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
+
+    def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
+        architecture = self.family.architecture
+        student = load_student(architecture, run_dir, self._length, device)
+        return draw_student(architecture, student, self._process, self._recipe, conditions)
 
     def _with_projections(self, model: Any) -> DistilledStudent:
-        features, teacher = self._task.losses.features, self.files.transformer_configs["transformer"]
-        dim = teacher["num_attention_heads"] * teacher["attention_head_dim"]
-        return DistilledStudent(model, features.student_blocks if features.weight else (), dim, self._recipe.seed)
+        architecture, features, shape = self.family.architecture, self._task.losses.features, self._latent_shape
+        names, blocks, widths = architecture.block_names(self._student_config), [], []
+        if features.weight:
+            for ours, theirs in zip(features.student_blocks, features.teacher_blocks, strict=True):
+                blocks.append(names[ours])
+                configs = ((self._student_config, ours), (self.family.teacher_config, theirs))
+                width, teachers = (architecture.feature_shape(config, block, shape)[1] for config, block in configs)
+                widths.append((width, teachers))
+        return DistilledStudent(architecture, model, blocks, widths, self._recipe.seed)
 
     def _target(self, teacher_outputs: Outputs | None, batch: DiffusionBatch) -> Tensor:
         if batch.stored is not None:

@@ -31,13 +31,14 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from distiller import draws
+from distiller.diffusion.network import PREDICTION, DiffusionNetwork
+from distiller.diffusion.pipeline import Location, PipelineFiles
+from distiller.diffusion.wan.family import WanFamily
 from distiller.ranks import Ranks
 from distiller.teacher_config import Teacher as Options
 from distiller.teachers.base import Request, Setup, Teacher
 from distiller.teachers.layout import REST, lay_out
 from distiller.teachers.opening import open_teacher
-from distiller.wan.network import PREDICTION, WanNetwork
-from distiller.wan.pipeline import WanFiles, transformer_defaults
 
 GIB = 2**30
 TEXT_ROWS = 64
@@ -92,7 +93,7 @@ ROWS = [
 class Moved(Teacher):
     """The whole model moved to the GPU and back each step, as trainers without placements do."""
 
-    def __init__(self, network: WanNetwork, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, network: DiffusionNetwork, module: nn.Module, device: torch.device) -> None:
         self._network, self._module, self._device = network, module, device
 
     def predict(self, requests: Sequence[Request]) -> list[dict[str, Tensor]]:
@@ -112,7 +113,7 @@ class Moved(Teacher):
 class GroupOffloaded(Teacher):
     """diffusers' group offload: block level, on a stream, from a page-locked copy of each rank's own."""
 
-    def __init__(self, network: WanNetwork, module: Any, device: torch.device) -> None:
+    def __init__(self, network: DiffusionNetwork, module: Any, device: torch.device) -> None:
         self._network, self._module = network, module
         module.enable_group_offload(
             onload_device=device,
@@ -136,8 +137,8 @@ class GroupOffloaded(Teacher):
 
 def write_teacher(folder: Path, model: str, device: torch.device) -> dict[str, Any]:
     """Writes random bfloat16 weights, a file for each unit, unless they are there, and returns the config."""
-    config = transformer_defaults() | {"attention_head_dim": 128, "in_channels": LATENT_CHANNELS, "text_dim": 4096}
-    config |= {"out_channels": LATENT_CHANNELS} | MODELS[model]
+    config = WanFamily.architecture.defaults() | {"attention_head_dim": 128, "text_dim": 4096} | MODELS[model]
+    config |= {"in_channels": LATENT_CHANNELS, "out_channels": LATENT_CHANNELS}
     network = make_network(folder, config)
     module = network.skeleton("transformer", torch.bfloat16)
     target, described = folder / "transformer", json.dumps({"_class_name": "WanTransformer3DModel", **config})
@@ -162,19 +163,19 @@ def write_teacher(folder: Path, model: str, device: torch.device) -> dict[str, A
     return config
 
 
-def make_network(folder: Path, config: dict[str, Any]) -> WanNetwork:
+def make_network(folder: Path, config: dict[str, Any]) -> DiffusionNetwork:
     """The network over these files."""
-    files = WanFiles("benchmark", folder, None, {"transformer": config}, {}, {}, None)
-    return WanNetwork(files, 512)
+    files = PipelineFiles(Location("benchmark", "benchmark", folder, None), {}, {"transformer": config}, {}, {})
+    return DiffusionNetwork(WanFamily(files), 512)
 
 
-def open_row(row: Row, network: WanNetwork, folder: Path, ranks: Ranks) -> Teacher:
+def open_row(row: Row, network: DiffusionNetwork, folder: Path, ranks: Ranks) -> Teacher:
     """The teacher of a row."""
     if not row.peer:
         options = Options(path="-", **row.options)
         return open_teacher(network, Setup(torch.bfloat16, options, ranks, row.under_deepspeed))
     module = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
-    from distiller.wan.short_text import install_short_text
+    from distiller.diffusion.wan.short_text import install_short_text
 
     install_short_text(module, 512)
     module.eval().requires_grad_(False)
@@ -200,7 +201,7 @@ def make_requests(step: int, rank: int, count: int, tokens: int, device: torch.d
 
 def make_student(config: dict[str, Any], device: torch.device) -> nn.Module:
     """A small Wan transformer under DDP, the same for every row."""
-    from distiller.wan.short_text import install_short_text
+    from distiller.diffusion.wan.short_text import install_short_text
 
     torch.manual_seed(0)
     student = WanTransformer3DModel.from_config(config | STUDENT).to(device)
@@ -285,7 +286,7 @@ def bus_bandwidth(ranks: Ranks, num_bytes: int = 2**30) -> float:
 
 
 def run_row(
-    row: Row, network: WanNetwork, config: dict[str, Any], folder: Path, shapes: list[int], ranks: Ranks
+    row: Row, network: DiffusionNetwork, config: dict[str, Any], folder: Path, shapes: list[int], ranks: Ranks
 ) -> dict:
     """Loads, measures every shape, and frees."""
     on_gpu = ranks.device.type == "cuda"

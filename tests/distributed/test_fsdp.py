@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from distiller.config import Optim
+from distiller.diffusion.student import DistilledStudent
+from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.launch import engine_name
 from distiller.launch_fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
 from distiller.optim import build_optimizer, set_learning_rate
 from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
-from distiller.wan.student import DistilledStudent
 from tests import toys
 from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks
@@ -57,7 +58,9 @@ class Trained:
     def __init__(self, settings: dict[str, str] | None, precision: str = "no") -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        module = DistilledStudent(toys.transformer(num_layers=2, seed=5), (0,), 6, seed=1)
+        module = DistilledStudent(
+            WanArchitecture(), toys.transformer(num_layers=2, seed=5), ("blocks.0",), ((24, 6),), seed=1
+        )
         plugin, fsdp, self.notices = None, None, []
         if settings is not None:
             fsdp = parse_fsdp(settings)
@@ -94,7 +97,7 @@ class Trained:
                 latents, timesteps, text, target = draws
                 with self.accelerator.accumulate(self.student):
                     with self.accelerator.autocast():
-                        prediction, features = self.student(latents, 987.3 + timesteps.flatten(), text)
+                        prediction, features = self.student(latents, 987.3 + timesteps.flatten(), text=text)
                     loss = (prediction.float() - target).square().mean() + features[0].float().square().mean()
                     self.accelerator.backward(loss)
                 total += loss.detach() / ACCUMULATION

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from distiller import draws
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import AgreedError, UserError
 from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import Outputs, Request, Teacher
 from distiller.teachers.base import Call
 from distiller.teachers.opening import open_teacher
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import find_pipeline
 from tests import toys
 from tests.distributed.ranks import on_ranks
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -100,7 +100,7 @@ def batch_uneven(weights: Path, pipeline: Path) -> list[Any]:
 def prompt_by_length(weights: Path, pipeline: Path) -> list[float]:
     """Two Wan experts; texts as long as each rank's longest prompt, and in the end equally long on both."""
     rank = dist.get_rank()
-    network = WanNetwork(find_pipeline(TeacherOptions(path=str(pipeline))), 512)
+    network = DiffusionNetwork(find_pipeline(TeacherOptions(path=str(pipeline))), 512)
     differences = []
     for dtype in (torch.float32, torch.bfloat16):
         teachers: list[Teacher] = [

@@ -11,13 +11,13 @@ import torch
 
 from distiller import draws
 from distiller.devices import set_tf32
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import UserError
 from distiller.ranks import Ranks
 from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import Outputs, Request, Setup, Teacher
 from distiller.teachers.opening import open_teacher
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import find_pipeline
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
@@ -60,7 +60,7 @@ def find_out(pipeline: Path) -> dict[str, Any]:
     device = PartialState().device
     set_tf32(False)
     ranks = Ranks.join(device)
-    network = WanNetwork(find_pipeline(TeacherOptions(path=str(pipeline))), 512)
+    network = DiffusionNetwork(find_pipeline(TeacherOptions(path=str(pipeline))), 512)
     for gpu in range(torch.cuda.device_count()):
         torch.ones(64, 64, device=torch.device("cuda", gpu)).mm(torch.ones(64, 64, device=torch.device("cuda", gpu)))
     results: dict[str, Any] = {"memory": measure(network, ranks), "shared": see_changes(network, ranks)}
@@ -89,7 +89,7 @@ def setup(ranks: Ranks, dtype: torch.dtype, **options: Any) -> Setup:
     return Setup(dtype, TeacherOptions(path="-", **options), ranks)
 
 
-def predict(teacher: Teacher, network: WanNetwork, ranks: Ranks) -> list[Outputs]:
+def predict(teacher: Teacher, network: DiffusionNetwork, ranks: Ranks) -> list[Outputs]:
     """Answers to two steps of requests that need both experts, and closes the teacher."""
     answers = []
     for step in range(2):
@@ -118,7 +118,7 @@ def distance(ours: list[Outputs], theirs: list[Outputs]) -> float:
     )
 
 
-def measure(network: WanNetwork, ranks: Ranks) -> dict[str, Any]:
+def measure(network: DiffusionNetwork, ranks: Ranks) -> dict[str, Any]:
     """Bytes: of the weights, by which all GPUs' used memory grew and shrank again, and what this rank allocated."""
     gpus = range(torch.cuda.device_count())
 
@@ -142,7 +142,7 @@ def measure(network: WanNetwork, ranks: Ranks) -> dict[str, Any]:
     return figures
 
 
-def see_changes(network: WanNetwork, ranks: Ranks) -> float:
+def see_changes(network: DiffusionNetwork, ranks: Ranks) -> float:
     """A weight as the second rank sees it after the first has changed it."""
     modules = {}
     run = network.run

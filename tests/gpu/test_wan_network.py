@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from distiller.config import Teacher
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import DiffusionNetwork
 from distiller.teachers import Request
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import find_pipeline
 from tests import toys
 from tests.unit.test_wan_network import inputs_for
 
@@ -25,8 +25,8 @@ def waiting_is_an_error() -> Iterator[None]:
 
 
 @pytest.fixture
-def network(tmp_path) -> WanNetwork:
-    return WanNetwork(find_pipeline(Teacher(path=str(toys.make_pipeline(tmp_path / "pipeline", 2)))), 512)
+def network(tmp_path) -> DiffusionNetwork:
+    return DiffusionNetwork(find_pipeline(Teacher(path=str(toys.make_pipeline(tmp_path / "pipeline", 2)))), 512)
 
 
 @pytest.fixture

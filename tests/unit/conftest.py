@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import toys
+from tests import toy_pictures, toys
 
 
 @pytest.fixture(scope="session")
@@ -14,6 +14,13 @@ def pipelines(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     """Wan 2.1's layout (1 transformer) and Wan 2.2's (2 experts), read-only."""
     folder = tmp_path_factory.mktemp("pipelines")
     return {count: toys.make_pipeline(folder / f"experts-{count}", count) for count in (1, 2)}
+
+
+@pytest.fixture(scope="session")
+def pictures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One pipeline of each picture family, read-only."""
+    folder = tmp_path_factory.mktemp("pictures")
+    return {kind: toy_pictures.make(kind, folder / kind) for kind in toy_pictures.KINDS}
 
 
 @pytest.fixture

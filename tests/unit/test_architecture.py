@@ -30,7 +30,7 @@ LAYERS = [
     ["recipe_file"],
     ["devices", "optim", "data"],
     ["teachers"],
-    ["wan", "language", "vision"],
+    ["diffusion", "language", "vision"],
     ["tasks"],
     ["micro_batch"],
     ["cache"],

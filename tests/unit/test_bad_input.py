@@ -759,7 +759,7 @@ class TestStudent:
         def fail(*_: Any, **__: Any) -> None:
             raise AssertionError("some new rule")
 
-        monkeypatch.setattr("distiller.wan.student.WanTransformer3DModel.from_config", fail)
+        monkeypatch.setattr("distiller.diffusion.wan.architecture.WanTransformer3DModel.from_config", fail)
         refuse_recipe({}, "diffusers cannot build a student", "some new rule", "correct it")
 
     @pytest.mark.parametrize("path", ["nosuch", "student.json", "owner/name"])

@@ -11,6 +11,8 @@ from diffusers import BitsAndBytesConfig, WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
 from torch import nn
 
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import UserError
 from distiller.teacher_config import Teacher
 from distiller.teachers import Outputs, Request, rules
@@ -19,14 +21,12 @@ from distiller.teachers.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
 from distiller.teachers.opening import open_teacher
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.quantized import convert_linears, plan_held
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import find_pipeline
 from tests import toys
 from tests.toy_network import setup
 from tests.unit.test_wan_network import inputs_for
 
 
-class WatchedNetwork(WanNetwork):
+class WatchedNetwork(DiffusionNetwork):
     """Shows the modules that a placement runs."""
 
     def __init__(self, path: Path) -> None:
@@ -45,7 +45,9 @@ def pipeline(tmp_path_factory) -> Path:
     return toys.make_pipeline(tmp_path_factory.mktemp("int8") / "pipeline", 2, **sizes)
 
 
-def answers(network: WanNetwork, dtype: torch.dtype = torch.bfloat16, **options) -> tuple[list[torch.Tensor], int]:
+def answers(
+    network: DiffusionNetwork, dtype: torch.dtype = torch.bfloat16, **options
+) -> tuple[list[torch.Tensor], int]:
     """Outputs of three samples of which each expert gets some, and the teacher's bytes."""
     request = Request((0, 1, 2), inputs_for(3), ("prediction", "unconditional", "features/1"), (1, 0, 1))
     teacher = open_teacher(network, setup(dtype, **options))

@@ -12,13 +12,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import PREDICTION, DiffusionNetwork
+from distiller.diffusion.wan.short_text import install_short_text
 from distiller.teacher_config import Teacher
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
 from distiller.teachers.quantization_error import measure_error
-from distiller.wan.network import PREDICTION, WanNetwork
-from distiller.wan.pipeline import find_pipeline
-from distiller.wan.short_text import install_short_text
 from tests import toys
 from tests.toy_network import setup
 
@@ -34,8 +34,8 @@ def pipeline(tmp_path_factory) -> Path:
     return toys.make_pipeline(tmp_path_factory.mktemp("large") / "pipeline", **LARGE)
 
 
-def open_network(pipeline: Path) -> WanNetwork:
-    return WanNetwork(find_pipeline(Teacher(path=str(pipeline))), 512)
+def open_network(pipeline: Path) -> DiffusionNetwork:
+    return DiffusionNetwork(find_pipeline(Teacher(path=str(pipeline))), 512)
 
 
 def peak_bytes() -> int:

@@ -366,6 +366,12 @@ class TestCommand:
         assert [word for word in words if word not in err] == []
         assert {path.name for path in Path().iterdir()} == before
 
+    def test_an_older_config_describes_no_other_network(self, command, capfd, pictures):
+        assert command("--teacher_path", str(pictures["sd"])) == 2
+        error = capfd.readouterr().err
+        assert "describes a Wan transformer" in error
+        assert "has a UNet2DConditionModel" in error
+
     def test_another_runs_folder_is_left_alone(self, command, capfd):
         Path("outputs/student").mkdir(parents=True)
         assert command() == 2

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.wan.short_text import NUM_KEPT_ROWS, install_short_text, padding_bias, remove_short_text
+from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, install_short_text, padding_bias, remove_short_text
 
 TEXT_DIM = 12
 

@@ -5,13 +5,14 @@ import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
 from distiller import draws
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import draw, guided_predictor
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.text import embed
 from distiller.teacher_config import Teacher
 from distiller.teachers import Request
 from distiller.teachers.opening import open_teacher
-from distiller.wan.drawing import draw, guided_predictor, load_scheduler
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import find_pipeline
-from distiller.wan.text import embed, load_text_encoder
 from tests import toys
 from tests.toy_network import setup
 
@@ -19,9 +20,9 @@ CPU = torch.device("cpu")
 
 
 def teacher_of(path, dtype=torch.float32):
-    files = find_pipeline(Teacher(path=str(path)))
-    network = WanNetwork(files, 512)
-    return files, network, open_teacher(network, setup(dtype=dtype))
+    family = find_pipeline(Teacher(path=str(path)))
+    network = DiffusionNetwork(family, 512)
+    return family, network, open_teacher(network, setup(dtype=dtype))
 
 
 def inputs_for(count: int) -> dict[str, torch.Tensor]:
@@ -81,14 +82,13 @@ def test_16_bit_teachers_keep_their_float32_islands(pipelines):
     ("num_experts", "scales"), [(1, (1.0, 1.0)), (1, (4.0, 4.0)), (2, (1.0, 1.0)), (2, (4.0, 2.5))]
 )
 def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
-    files, network, teacher = teacher_of(pipelines[num_experts])
+    family, network, teacher = teacher_of(pipelines[num_experts])
     prompts = ["a red cat sits", "a bird"]
-    encoder = load_text_encoder(files, torch.float32, CPU)
-    noise = torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in range(2)])
-    predict = guided_predictor(
-        teacher, network, (0, 1), embed(encoder, prompts, 512), embed(encoder, [""], 512), scales
-    )
-    ours = draw(predict, load_scheduler(files), noise, 5, keep_points=True)
+    encoder = family.load_text_encoder(torch.float32, CPU)
+    positive, negative = embed(family, encoder, prompts, 512), embed(family, encoder, [""], 512)
+    conditions = Conditions.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, CPU)
+    predict = guided_predictor(teacher, network, (0, 1), conditions, scales)
+    ours = draw(predict, family.noise_process((4, 1, 4, 4)), conditions, 5, keep_points=True)
     pipeline = WanPipeline.from_pretrained(pipelines[num_experts])
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(
@@ -99,7 +99,7 @@ def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
         num_inference_steps=5,
         guidance_scale=scales[0],
         guidance_scale_2=scales[1] if num_experts == 2 else None,
-        latents=noise,
+        latents=conditions.noise,
         output_type="latent",
     ).frames
     torch.testing.assert_close(ours.latents, theirs, rtol=1e-4, atol=1e-5)
@@ -115,12 +115,12 @@ def test_a_closed_teacher_holds_nothing(pipelines):
 
 
 def test_prompts_are_encoded_as_the_pipeline_does(pipelines):
-    files, _, _ = teacher_of(pipelines[1])
-    encoder = load_text_encoder(files, torch.float32, CPU)
+    family, _, _ = teacher_of(pipelines[1])
+    encoder = family.load_text_encoder(torch.float32, CPU)
     prompts = ["a red cat sits", "", "a  bird\n&amp; a dog runs", "cat " * 600]
     theirs, _ = encoder.encode_prompt(prompts, do_classifier_free_guidance=False, max_sequence_length=512)
     for prompt, expected in zip(prompts, theirs, strict=True):
-        ours = embed(encoder, [prompt], 512)[0]
+        ours = embed(family, encoder, [prompt], 512)["text"][0]
         length = int((expected != 0).any(-1).sum())
         # Float32 rounding: another batch size is another order of sums, and T5 does not scale its attention logits.
         torch.testing.assert_close(ours[:length], expected[:length], rtol=1e-4, atol=1e-4)

@@ -6,10 +6,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
+from distiller.depth import evenly_spaced
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.student import DistilledStudent, build_student, student_config
+from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.diffusion_config import DiffusionStudent
 from distiller.teacher_config import Teacher
-from distiller.wan.pipeline import find_pipeline
-from distiller.wan.student import DistilledStudent, build_student, evenly_spaced, student_config
 from tests import toys
 
 
@@ -79,7 +81,7 @@ def test_a_saved_student_is_read_from_a_model_or_a_pipeline_folder(pipelines):
 def test_features_are_projected_into_the_teachers_width(pipelines, tmp_path):
     config = toys.write_student_config(tmp_path / "student.json")
     model = build(DiffusionStudent(config=str(config)), pipelines[1])
-    trained = DistilledStudent(model, (0, 1), teacher_dim=24, seed=0)
+    trained = DistilledStudent(WanArchitecture(), model, ("blocks.0", "blocks.1"), ((12, 24), (12, 24)), seed=0)
     model.enable_gradient_checkpointing()
     latents, text = torch.randn(2, 4, 1, 4, 4), torch.randn(2, 512, toys.TEXT_DIM)
     prediction, features = trained(latents=latents, timesteps=torch.tensor([10.0, 900.0]), text=text)

@@ -11,9 +11,10 @@ from torch.utils.data import Dataset
 from distiller import draws
 from distiller.data.latents import LatentStore
 from distiller.data.order import SampleKey
+from distiller.diffusion.family import Condition
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.text import TextStore
 from distiller.diffusion_config import DiffusionRecipe, Timesteps
-from distiller.wan.pipeline import WanFiles
-from distiller.wan.text import TextStore
 
 
 @dataclass(frozen=True)
@@ -21,13 +22,13 @@ class DiffusionSample:
     """One training sample, on the CPU; see `DiffusionBatch` for the meaning of each tensor."""
 
     sample_id: int
-    sigma: float
+    share: float
     timestep: float
     noisy: Tensor
-    text: Tensor
-    negative_text: Tensor
+    positive: Condition
+    negative: Condition
     scale: float | None = None
-    velocity: Tensor | None = None
+    truth: Tensor | None = None
     stored: Tensor | None = None
 
 
@@ -37,7 +38,8 @@ class NoisedData(Dataset[DiffusionSample]):
     def __init__(
         self,
         recipe: DiffusionRecipe,
-        files: WanFiles,
+        process: NoiseProcess,
+        boundary_timestep: float | None,
         latent_shape: tuple[int, ...],
         store: LatentStore | None,
         text: TextStore,
@@ -47,10 +49,9 @@ class NoisedData(Dataset[DiffusionSample]):
     ) -> None:
         """`rows[i]` is sample i's row in the text store; `store` None means x_t is pure noise."""
         self._recipe, self._task, self._seed = recipe, recipe.task, recipe.seed
-        self._num_timesteps = files.num_train_timesteps
+        self._process, self._boundary = process, boundary_timestep
         shift = recipe.task.timesteps.shift
-        self._shift = files.scheduler_shift if shift == "auto" else shift
-        self._boundary = files.boundary_timestep
+        self._shift = process.auto_shift if shift == "auto" else shift
         self._latent_shape, self._store, self._text, self._rows = latent_shape, store, text, rows
         self._negative_row, self._empty_row = negative_row, empty_row
 
@@ -59,33 +60,33 @@ class NoisedData(Dataset[DiffusionSample]):
 
     def __getitem__(self, key: SampleKey) -> DiffusionSample:
         epoch, sample_id = key
-        text = self._text[self._rows[sample_id]]
-        negative_text = self._text[self._negative_row]
+        positive = self._text[self._rows[sample_id]]
+        negative = self._text[self._negative_row]
         if self._task.targets == "stored":
-            return self._stored_sample(epoch, sample_id, text, negative_text)
+            return self._stored_sample(epoch, sample_id, positive, negative)
         dropout = self._task.condition_dropout
         if dropout and draws.uniform(self._seed, epoch, sample_id, "condition") < dropout:
-            text = self._text[self._empty_row]
-        sigma = draw_sigma(self._task.timesteps, self._shift, self._seed, epoch, sample_id)
+            positive = self._text[self._empty_row]
+        level = self._process.level(draw_share(self._task.timesteps, self._shift, self._seed, epoch, sample_id))
         noise = draws.noise(self._seed, epoch, sample_id, self._latent_shape)
-        noisy, velocity = noise, None
+        noisy, truth = noise, None
         if self._store is not None:
             latents = self._store.latents(sample_id)
-            noisy = (1 - sigma) * latents + sigma * noise
-            velocity = noise - latents if self._task.losses.true_data.weight else None
-        timestep = sigma * self._num_timesteps
+            noisy = level.signal * latents + level.noise * noise
+            truth = self._process.truth(latents, noise, level) if self._task.losses.true_data.weight else None
+        scale = self._scale(epoch, sample_id, level.timestep)
         return DiffusionSample(
-            sample_id, sigma, timestep, noisy, text, negative_text, self._scale(epoch, sample_id, timestep), velocity
+            sample_id, level.share, level.timestep, noisy, positive, negative, scale=scale, truth=truth
         )
 
-    def _stored_sample(self, epoch: int, sample_id: int, text: Tensor, negative_text: Tensor) -> DiffusionSample:
+    def _stored_sample(self, epoch: int, sample_id: int, positive: Condition, negative: Condition) -> DiffusionSample:
         assert self._store is not None and self._store.timesteps is not None
         timesteps = self._store.timesteps
         step = math.floor(draws.uniform(self._seed, epoch, sample_id, "step") * len(timesteps))
         noisy, stored = self._store.trajectory_point(sample_id, step)
         timestep = timesteps[step].item()
-        sigma = timestep / self._num_timesteps
-        return DiffusionSample(sample_id, sigma, timestep, noisy, text, negative_text, stored=stored)
+        share = self._process.share_of(timestep)
+        return DiffusionSample(sample_id, share, timestep, noisy, positive, negative, stored=stored)
 
     def _scale(self, epoch: int, sample_id: int, timestep: float) -> float | None:
         guidance = self._task.guidance
@@ -97,8 +98,8 @@ class NoisedData(Dataset[DiffusionSample]):
         return guidance.scale
 
 
-def draw_sigma(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample_id: int) -> float:
-    """The noise level of a sample, in (0, 1): 0 is clean.
+def draw_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample_id: int) -> float:
+    """The share of noise of a sample, in (0, 1): 0 is clean. For flow matching it is sigma.
 
     `uniform`; or `logit_normal`, sigmoid(mean + std * normal) (Esser et al. 2024, arXiv 2403.03206, section 3.1); then
     the resolution shift of their section 5.3.2: shift * sigma / (1 + (shift - 1) * sigma).

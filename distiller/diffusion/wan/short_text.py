@@ -32,7 +32,7 @@ def install_short_text(transformer: WanTransformer3DModel, padded_length: int = 
     afterwards. In bfloat16 the correction is right to 0.05%.
 
     From then on, text embeddings [B, L, D] of a forward must keep at least one zero row in every sample, except at
-    L = ``padded_length``, where the transformer computes what it always did; ``distiller.wan.text.pad_text`` keeps two.
+    L = ``padded_length``, where the transformer computes what it always did; ``WanFamily.pad`` keeps two.
     A sample without a zero row raises ValueError on the CPU; on a GPU, where looking would stall the stream, its output
     is NaN.
 
@@ -91,7 +91,7 @@ def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor |
     if embeds_BLD.device.type == "cpu" and bool((num_zero_B1 == 0).any()):
         raise ValueError(
             f"text embeddings of {length} rows have a sample without a zero row; keep at least one after the longest "
-            f"prompt (distiller.wan.text.pad_text keeps two), or pad to {padded_length} rows"
+            f"prompt (WanFamily.pad keeps two), or pad to {padded_length} rows"
         )
     num_padding_B1 = padded_length - length + num_zero_B1
     # bfloat16 rounds log(500) by up to 1/64, that is 1.6% of the padding's weight. So the first zero row takes what

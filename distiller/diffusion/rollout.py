@@ -10,7 +10,6 @@ from __future__ import annotations
 import sys
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,15 +17,17 @@ from accelerate.utils import broadcast_object_list
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from distiller import draws
 from distiller.data.latents import PROMPTS_FILE
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import draw, guided_predictor
+from distiller.diffusion.family import Family
+from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.text import TextStore
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
-from distiller.wan.drawing import draw, guided_predictor, load_scheduler
-from distiller.wan.network import WanNetwork
-from distiller.wan.pipeline import WanFiles
-from distiller.wan.text import TextStore
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,9 @@ class RolloutPlan:
     """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt."""
 
     prompts: tuple[str, ...]
-    latent_shape: tuple[int, int, int, int]
+    latent_shape: LatentShape
     recipe: DiffusionRecipe
+    num_predictions: int
 
     @property
     def num_samples(self) -> int:
@@ -50,7 +52,7 @@ class RolloutPlan:
     @property
     def num_bytes(self) -> int:
         """What the shards take on disk."""
-        tensors = 1 + (2 * self.recipe.sampling.num_inference_steps if self.keeps_points else 0)
+        tensors = 1 + (2 * self.num_predictions if self.keeps_points else 0)
         width = 4 if self.recipe.rollout.dtype == "float32" else 2
         return self.num_samples * tensors * width * torch.Size(self.latent_shape).numel()
 
@@ -58,14 +60,14 @@ class RolloutPlan:
     def num_forwards(self) -> int:
         """Network passes over one sample."""
         passes = 2 if max(self.recipe.sampling.scales) > 1 else 1
-        return self.num_samples * self.recipe.sampling.num_inference_steps * passes
+        return self.num_samples * self.num_predictions * passes
 
-    def stage(self, files: WanFiles, text_stage: Stage, dtype: torch.dtype) -> Stage:
+    def stage(self, family: Family, text_stage: Stage, dtype: torch.dtype) -> Stage:
         """The stage with its key: everything that the latents depend on. Reads the teacher's files for their digest."""
         key = {
-            "teacher": files.digest(*files.transformer_configs),
-            "scheduler": files.scheduler_config,
-            "boundary_ratio": files.boundary_ratio,
+            "teacher": family.files.digest(*family.files.configs),
+            "scheduler": family.files.scheduler_config,
+            "boundary_ratio": family.files.boundary_ratio,
             "text": {name: value for name, value in text_stage.key.items() if name != "prompts"},
             "prompts": digest_of(list(self.prompts)),
             "tf32": self.recipe.train.tf32,
@@ -86,8 +88,9 @@ def roll_out(
     stage: Stage,
     accelerator: Accelerator,
     teacher: Teacher,
-    network: WanNetwork,
-    files: WanFiles,
+    network: DiffusionNetwork,
+    family: Family,
+    process: NoiseProcess,
     text: TextStore,
     negative_prompt_index: int,
 ) -> None:
@@ -104,10 +107,10 @@ def roll_out(
     broadcast_object_list(missing)
     rounds = -(-len(missing[0]) // world_size)
     accelerator.print(
-        f"rollout: {plan.num_samples} samples x {recipe.sampling.num_inference_steps} steps = {plan.num_forwards} "
+        f"rollout: {plan.num_samples} samples x {plan.num_predictions} steps = {plan.num_forwards} "
         f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing[0])} of {len(shards)} shards to draw"
     )
-    started, scheduler = time.perf_counter(), load_scheduler(files)
+    started = time.perf_counter()
     # Closed by `with` when the stage is cut short: what is said then begins a line.
     with tqdm(
         total=rounds,
@@ -122,7 +125,7 @@ def roll_out(
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
             number = missing[0][min(mine, len(missing[0]) - 1)]
             tensors = _draw_shard(
-                plan, shards[number], accelerator, teacher, network, scheduler, text, negative_prompt_index
+                plan, shards[number], accelerator, teacher, network, family, process, text, negative_prompt_index
             )
             if mine < len(missing[0]):
                 temporary = stage.partial / f".{_shard_name(number)}.{rank}"
@@ -148,24 +151,21 @@ def _draw_shard(
     sample_ids: range,
     accelerator: Accelerator,
     teacher: Teacher,
-    network: WanNetwork,
-    scheduler: Any,
+    network: DiffusionNetwork,
+    family: Family,
+    process: NoiseProcess,
     text: TextStore,
     negative_prompt_index: int,
 ) -> dict[str, torch.Tensor]:
-    recipe, device = plan.recipe, accelerator.device
+    recipe, length = plan.recipe, family.text_length(plan.recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
-    noise = torch.stack([draws.noise(recipe.seed, 0, i, plan.latent_shape, "rollout") for i in sample_ids]).to(device)
-    sampling = recipe.sampling
-    predict = guided_predictor(
-        teacher,
-        network,
-        sample_ids,
-        text.batch(prompt_index).to(device),
-        text.batch([negative_prompt_index]).to(device),
-        sampling.scales,
+    positive = family.stack([text[index] for index in prompt_index], length)
+    negative = family.stack([text[negative_prompt_index]], length)
+    conditions = Conditions.make(
+        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, accelerator.device
     )
-    trajectory = draw(predict, scheduler, noise, sampling.num_inference_steps, plan.keeps_points)
+    predict = guided_predictor(teacher, network, sample_ids, conditions, recipe.sampling.scales)
+    trajectory = draw(predict, process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,32 +10,39 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-from distiller import draws
 from distiller.data.images import find_images
 from distiller.data.latents import LatentStore
 from distiller.data.prompts import read_prompts
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.family import Condition, Family
+from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.noising import NoisedData
+from distiller.diffusion.rollout import RolloutPlan, roll_out
+from distiller.diffusion.text import TextStore, encode_prompts, text_stage
+from distiller.diffusion.vae import encode_images
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError
 from distiller.resources import local_path
 from distiller.stages import Stage, digest_files
 from distiller.teachers.base import Teacher
-from distiller.wan.network import WanNetwork
-from distiller.wan.noising import NoisedData
-from distiller.wan.pipeline import WanFiles
-from distiller.wan.rollout import RolloutPlan, roll_out
-from distiller.wan.samples import Conditions
-from distiller.wan.text import TextStore, encode_prompts, pad_text, text_stage
-from distiller.wan.vae import encode_images
 
 
 class Source:
     """A recipe's data: `prompts` and `num_samples` are known from the start; `prepare` and `load` run the stages."""
 
     def __init__(
-        self, recipe: DiffusionRecipe, files: WanFiles, network: WanNetwork, latent_shape: tuple[int, int, int, int]
+        self,
+        recipe: DiffusionRecipe,
+        family: Family,
+        network: DiffusionNetwork,
+        process: NoiseProcess,
+        latent_shape: LatentShape,
     ) -> None:
         """Looks at what `data.path` holds. Raises UserError."""
-        self._recipe, self._files, self._network, self._latent_shape = recipe, files, network, latent_shape
+        self._recipe, self._family, self._network = recipe, family, network
+        self._process, self._latent_shape = process, latent_shape
         data, path = recipe.data, local_path(recipe.data.path)
         if data.kind == "prompts":
             self.prompts = read_prompts(path)[: data.max_samples]
@@ -57,7 +63,7 @@ class Source:
 
     def prepare(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
         """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
-        recipe, files = self._recipe, self._files
+        recipe = self._recipe
         self._text_stage = self._encode(accelerator, self._texts, dtype)
         # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
         self._sample_stage = self._encode(accelerator, list(recipe.evaluation.sample_prompts) or [""], dtype)
@@ -65,7 +71,7 @@ class Source:
         if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
             return False
         plan = self._plan()
-        self._rollout_stage = plan.stage(files, self._text_stage, dtype)
+        self._rollout_stage = plan.stage(self._family, self._text_stage, dtype)
         if self._rollout_stage.is_complete:
             accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
         return not self._rollout_stage.is_complete
@@ -81,7 +87,7 @@ class Source:
         elif recipe.data.kind == "images":
             key["latents"] = self._image_stage().key
         elif recipe.rollout.enabled:
-            key["latents"] = self._plan().stage(self._files, text_stage, dtype).key
+            key["latents"] = self._plan().stage(self._family, text_stage, dtype).key
         return key
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
@@ -91,7 +97,7 @@ class Source:
         if self._recipe.data.kind == "images":
             stages.append(self._image_stage())
         elif self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
-            stages.append(self._plan().stage(self._files, text, dtype))
+            stages.append(self._plan().stage(self._family, text, dtype))
         return next((stage.folder for stage in stages if not stage.is_complete), None)
 
     def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
@@ -106,18 +112,24 @@ class Source:
             rows = [rows[self._store.prompt_index(sample_id)] for sample_id in range(self.num_samples)]
         negative_row, empty_row = self._row[recipe.task.guidance.negative_prompt], self._row[""]
         return NoisedData(
-            recipe, self._files, self._latent_shape, self._store, self._text, rows, negative_row, empty_row
+            recipe,
+            self._process,
+            self._family.files.boundary_timestep,
+            self._latent_shape,
+            self._store,
+            self._text,
+            rows,
+            negative_row,
+            empty_row,
         )
 
     def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> Conditions:
         """What prompts of the data or the recipe are drawn from; the noise is that of the rollout's samples."""
-        noise = [draws.noise(self._recipe.seed, 0, i, self._latent_shape, "rollout") for i in sample_ids]
+        length = self._family.text_length(self._recipe.task)
+        positive = self._family.stack([self._text_of(prompt) for prompt in prompts], length)
         negative_row = self._row[self._recipe.task.guidance.negative_prompt]
-        return Conditions(
-            noise=torch.stack(noise).to(device),
-            text=pad_text([self._text_of(prompt) for prompt in prompts], self._text.max_sequence_length).to(device),
-            negative_text=self._text.batch([negative_row]).to(device),
-        )
+        negative = self._family.stack([self._text[negative_row]], length)
+        return Conditions.make(self._recipe.seed, "rollout", sample_ids, self._latent_shape, positive, negative, device)
 
     def known_latents(self, sample_ids: Sequence[int]) -> Tensor | None:
         """The stored x_0 of these samples [B, C, F, H, W]; None when x_t is pure noise."""
@@ -127,21 +139,21 @@ class Source:
         """The prompt of a sample."""
         return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
 
-    def _text_of(self, prompt: str) -> Tensor:
+    def _text_of(self, prompt: str) -> Condition:
         if prompt in self._row:
             return self._text[self._row[prompt]]
         return TextStore(self._sample_stage)[self._recipe.evaluation.sample_prompts.index(prompt)]
 
     def _encode(self, accelerator: Accelerator, texts: list[str], dtype: torch.dtype) -> Stage:
-        files, device = self._files, accelerator.device
+        family, device = self._family, accelerator.device
         stage = self._text_stage_of(texts, dtype)
-        stage.make_once(accelerator.is_local_main_process, lambda: encode_prompts(stage, files, texts, dtype, device))
+        stage.make_once(accelerator.is_local_main_process, lambda: encode_prompts(stage, family, texts, dtype, device))
         return stage
 
     def _text_stage_of(self, texts: list[str], dtype: torch.dtype) -> Stage:
         recipe = self._recipe
-        length, tf32 = recipe.task.max_sequence_length, recipe.train.tf32
-        return text_stage(self._files, texts, length, dtype, tf32, recipe.stages_dir)
+        length, tf32 = self._family.text_length(recipe.task), recipe.train.tf32
+        return text_stage(self._family, texts, length, dtype, tf32, recipe.stages_dir)
 
     def _open_latents(self, accelerator: Accelerator, teacher: Teacher | None) -> LatentStore | None:
         recipe = self._recipe
@@ -155,20 +167,32 @@ class Source:
         if not stage.is_complete:
             assert teacher is not None, "prepare said that a teacher is needed"
             negative_row = self._row[recipe.task.guidance.negative_prompt]
-            roll_out(self._plan(), stage, accelerator, teacher, self._network, self._files, self._text, negative_row)
+            roll_out(
+                self._plan(),
+                stage,
+                accelerator,
+                teacher,
+                self._network,
+                self._family,
+                self._process,
+                self._text,
+                negative_row,
+            )
         return LatentStore(stage.folder)
 
     def _encode_images(self, accelerator: Accelerator) -> Stage:
-        stage = self._image_stage()
-        size = self._recipe.task.height, self._recipe.task.width
-        make = partial(encode_images, stage, self._images, self._files, *size, accelerator.device)
+        stage, task = self._image_stage(), self._recipe.task
+
+        def make() -> None:
+            encode_images(stage, self._images, self._family.load_vae(accelerator.device), task.height, task.width)
+
         stage.make_once(accelerator.is_local_main_process, make)
         return stage
 
     def _image_stage(self) -> Stage:
-        files, images, size = self._files, self._images, (self._recipe.task.height, self._recipe.task.width)
+        images, size = self._images, (self._recipe.task.height, self._recipe.task.width)
         key = {
-            "vae": files.digest("vae"),
+            "vae": self._family.files.digest("vae"),
             "images": digest_files(file for file, _ in images),
             "order": [[file.name, caption] for file, caption in images],
             "size": size,
@@ -177,7 +201,8 @@ class Source:
         return Stage("images", key, self._recipe.stages_dir)
 
     def _plan(self) -> RolloutPlan:
-        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe)
+        num_predictions = self._process.num_predictions(self._recipe.sampling.num_inference_steps)
+        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe, num_predictions)
 
     def _check_shape(self, store: LatentStore) -> None:
         if store.shape != self._latent_shape:

@@ -1,38 +1,39 @@
-"""A Wan teacher as a `Network`: one transformer, or Wan 2.2's two experts chosen by timestep, sample by sample."""
+"""A pipeline's teacher as a `Network`: one module, or Wan 2.2's two experts chosen by timestep, sample by sample."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
+from distiller.diffusion.family import Family
+from distiller.diffusion.pipeline import model_files
 from distiller.teachers.base import Call, Network, Outputs, Request
-from distiller.wan.pipeline import WanFiles, model_files
-from distiller.wan.short_text import install_short_text
 
 PREDICTION = "prediction"
 UNCONDITIONAL = "unconditional"
 FEATURES = "features/"
+NEGATIVE = "negative_"
 
 
-class WanNetwork(Network):
-    """The transformers of a WanPipeline.
+class DiffusionNetwork(Network):
+    """The networks of a pipeline that predict.
 
-    Request inputs: `latents` [B, C, F, H, W] float32, `timesteps` [B] float32 in (0, 1000), `text` [B, L, D] (real
-    tokens, then at least one zero row), and `negative_text` [B, L', D] where `unconditional` is wanted.
-    Outputs: `prediction` and `unconditional` like the latents, `features/N` [B, tokens, dim] of block N (conditional
+    Request inputs: `latents` [B, C, F, H, W] float32, `timesteps` [B] float32, the family's conditions [B, ...] by
+    name (`text` [B, L, D] and so on), and `negative_...` of each where `unconditional` is wanted.
+    Outputs: `prediction` and `unconditional` like the latents, `features/N` [B, tokens, width] of block N (conditional
     pass), in the module's dtype.
     """
 
-    def __init__(self, files: WanFiles, max_sequence_length: int) -> None:
-        self._files, self._max_sequence_length = files, max_sequence_length
-        self.origin = f"teacher.path: {files.source}"
-        self.module_names = tuple(files.transformer_configs)
+    def __init__(self, family: Family, max_sequence_length: int) -> None:
+        self._files, self._architecture = family.files, family.architecture
+        self._max_sequence_length = max_sequence_length
+        self.origin = f"teacher.path: {self._files.source}"
+        self.module_names = tuple(self._files.configs)
 
     @property
     def boundary_timestep(self) -> float | None:
@@ -45,23 +46,29 @@ class WanNetwork(Network):
         return () if boundary is None else tuple(0 if t >= boundary else 1 for t in timesteps)
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
+        model_class = self._architecture.model_class
         with init_empty_weights():
-            transformer = WanTransformer3DModel.from_config(self._files.transformer_configs[name])
+            model = model_class.from_config(self._files.configs[name])
         # As from_pretrained does: these stay in float32 whatever dtype is asked for.
-        islands = set(WanTransformer3DModel._keep_in_fp32_modules or ())
-        for path, module in transformer.named_modules():
+        islands = set(model_class._keep_in_fp32_modules or ())
+        saved = set(model.state_dict(keep_vars=True))
+        for path, module in model.named_modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     kept = torch.float32 if islands.intersection([*path.split("."), attribute]) else dtype
                     module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept), requires_grad=False)
-        install_short_text(transformer, self._max_sequence_length)
-        return transformer.eval()
+            for attribute, buffer in module._buffers.items():
+                if buffer is not None and f"{path}.{attribute}".lstrip(".") in saved:
+                    kept = dtype if buffer.is_floating_point() else buffer.dtype
+                    module._buffers[attribute] = buffer.to(device="meta", dtype=kept)
+        self._architecture.prepare(model, self._max_sequence_length)
+        return model.eval()
 
     def weight_files(self, name: str) -> list[Path]:
         return model_files(self._files.fetch(name) / name)
 
     def block_names(self, name: str) -> tuple[str, ...]:
-        return tuple(f"blocks.{number}" for number in range(self._files.transformer_configs[name]["num_layers"]))
+        return self._architecture.block_names(self._files.configs[name])
 
     def calls(self, request: Request) -> list[Call]:
         conditional = tuple(name for name in request.wanted if name != UNCONDITIONAL)
@@ -72,21 +79,22 @@ class WanNetwork(Network):
             if len(rows) < len(request.sample_ids):
                 index = _index(rows, inputs["latents"].device)
                 inputs = {key: value.index_select(0, index) for key, value in inputs.items()}
-            for wanted in passes:
-                text = inputs["negative_text" if wanted == (UNCONDITIONAL,) else "text"]
-                one = {"latents": inputs["latents"], "timesteps": inputs["timesteps"], "text": text}
-                calls.append(Call(name, one, wanted))
+            calls += [Call(name, _inputs_of(inputs, wanted == (UNCONDITIONAL,)), wanted) for wanted in passes]
         return calls
 
     def run(self, module: nn.Module, call: Call) -> Outputs:
-        dtype = next(iter(module.patch_embedding.parameters())).dtype
-        latents, timesteps, text = (call.inputs[name] for name in ("latents", "timesteps", "text"))
-        blocks = [
-            (name, module.blocks[int(name.removeprefix(FEATURES))]) for name in call.wanted if name.startswith(FEATURES)
-        ]
+        architecture, inputs = self._architecture, dict(call.inputs)
+        dtype = next(iter(architecture.entry(module).parameters())).dtype
+        latents, timesteps = inputs.pop("latents").to(dtype), inputs.pop("timesteps")
+        names, blocks = self.block_names(call.module), []
+        for name in call.wanted:
+            if name.startswith(FEATURES):
+                blocks.append((name, module.get_submodule(names[int(name.removeprefix(FEATURES))])))
+        conditions = {name: value.to(dtype) for name, value in inputs.items()}
         with capture_outputs(blocks) as captured:
-            prediction = module(latents.to(dtype), timesteps, text.to(dtype), return_dict=False)[0]
-        return {UNCONDITIONAL if call.wanted == (UNCONDITIONAL,) else PREDICTION: prediction, **captured}
+            prediction = architecture.forward(module, latents, timesteps, conditions)
+        features = {name: architecture.feature(output) for name, output in captured.items()}
+        return {UNCONDITIONAL if call.wanted == (UNCONDITIONAL,) else PREDICTION: prediction, **features}
 
     def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
         parts = iter(outputs)
@@ -111,6 +119,22 @@ class WanNetwork(Network):
             return [(self.module_names[0], list(range(len(request.sample_ids))))]
         rows = {name: [i for i, m in enumerate(request.modules) if m == n] for n, name in enumerate(self.module_names)}
         return [(name, places) for name, places in rows.items() if places]
+
+
+def inputs_of(
+    latents: Tensor, timesteps: Tensor, positive: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None
+) -> dict[str, Tensor]:
+    """A request's inputs; `negative` where the unconditional prediction is wanted."""
+    named = {f"{NEGATIVE}{name}": value for name, value in (negative or {}).items()}
+    return {"latents": latents, "timesteps": timesteps, **positive, **named}
+
+
+def _inputs_of(inputs: Mapping[str, Tensor], is_unconditional: bool) -> dict[str, Tensor]:
+    """What one pass reads: the prompts' conditions, or in their place the negative prompts'."""
+    plain = {name: value for name, value in inputs.items() if not name.startswith(NEGATIVE)}
+    if not is_unconditional:
+        return plain
+    return plain | {name.removeprefix(NEGATIVE): value for name, value in inputs.items() if name.startswith(NEGATIVE)}
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:

@@ -1,0 +1,1 @@
+"""Task `diffusion`: what all families of pipelines share, and a folder for each family."""

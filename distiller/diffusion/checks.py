@@ -1,0 +1,68 @@
+"""What the recipe, the teacher and the student must agree on, checked by their descriptions (UserError)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.family import Family
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
+from distiller.digits import IMAGE_SIZE
+from distiller.errors import UserError
+
+
+def check_sizes(task: DiffusionOptions, family: Family, student: Mapping[str, Any], shape: LatentShape) -> None:
+    """All networks can take latents of this shape."""
+    teachers = {f"teacher {name}": config for name, config in family.files.configs.items()}
+    for owner, config in {"student": student, **teachers}.items():
+        family.architecture.check_size(owner, config, task, shape)
+
+
+def check_feature_blocks(
+    task: DiffusionOptions, family: Family, student: Mapping[str, Any], shape: LatentShape
+) -> None:
+    """Matched blocks exist, and those of a pair see the same tokens."""
+    features, architecture = task.losses.features, family.architecture
+    for key, numbers, config in (
+        ("student_blocks", features.student_blocks, student),
+        ("teacher_blocks", features.teacher_blocks, family.teacher_config),
+    ):
+        count = len(architecture.block_names(config))
+        for number in numbers:
+            if number >= count:
+                raise UserError(
+                    f"task.losses.features.{key} names block {number}; there are {count}, numbered from 0 to "
+                    f"{count - 1}"
+                )
+    if not features.weight:
+        return
+    for ours, theirs in zip(features.student_blocks, features.teacher_blocks, strict=True):
+        own = architecture.feature_shape(student, ours, shape)[0]
+        other = architecture.feature_shape(family.teacher_config, theirs, shape)[0]
+        if own != other:
+            raise UserError(
+                f"task.losses.features needs equal patch sizes and resolutions: the student's block {ours} sees {own} "
+                f"tokens and the teacher's block {theirs} sees {other}"
+            )
+
+
+def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
+    """Scales of a second expert need one."""
+    given = {
+        "task.guidance.scale_2": recipe.task.guidance.scale_2,
+        "sampling.guidance_scale_2": recipe.sampling.guidance_scale_2,
+    }
+    for key, scale in given.items():
+        if scale is not None and family.files.boundary_ratio is None:
+            raise UserError(f"{key} is {scale:g} and the teacher has one transformer; remove it")
+
+
+def check_judge(recipe: DiffusionRecipe) -> None:
+    """The judge of digits looks at pictures of one size."""
+    size = recipe.task.height, recipe.task.width
+    if recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):
+        raise UserError(
+            f"evaluation.judge=digits looks at {IMAGE_SIZE} x {IMAGE_SIZE} pictures, given task.height {size[0]} "
+            f"and task.width {size[1]}; change them, or set it to none"
+        )

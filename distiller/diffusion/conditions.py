@@ -1,0 +1,52 @@
+"""What a batch is drawn from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distiller import draws
+
+
+@dataclass(frozen=True)
+class Conditions:
+    """The first noise and the prompts of a batch, on one device.
+
+    Attributes:
+        noise: [B, C, F, H, W] float32.
+        positive: the prompts' conditions [B, ...], by name.
+        negative: those of the negative prompt [1, ...].
+        seeds: (seed, purpose, sample ids) of the noise that some samplers draw on the way.
+    """
+
+    noise: Tensor
+    positive: Mapping[str, Tensor]
+    negative: Mapping[str, Tensor]
+    seeds: tuple[int, str, tuple[int, ...]]
+
+    @staticmethod
+    def make(
+        seed: int,
+        purpose: str,
+        sample_ids: Sequence[int],
+        shape: tuple[int, ...],
+        positive: Mapping[str, Tensor],
+        negative: Mapping[str, Tensor],
+        device: torch.device,
+    ) -> Conditions:
+        """With noise that depends on seed, purpose and sample id alone; everything goes to the device."""
+        noise = torch.stack([draws.noise(seed, 0, i, shape, purpose) for i in sample_ids]).to(device)
+        return Conditions(
+            noise,
+            {name: value.to(device) for name, value in positive.items()},
+            {name: value.to(device) for name, value in negative.items()},
+            (seed, purpose, tuple(sample_ids)),
+        )
+
+    def generators(self) -> list[torch.Generator]:
+        """One for each sample, new each time: all that draw from these conditions see the same noise on the way."""
+        seed, purpose, sample_ids = self.seeds
+        return [draws.generator(seed, 0, i, f"{purpose} steps") for i in sample_ids]

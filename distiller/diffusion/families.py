@@ -1,0 +1,31 @@
+"""Which pipelines the task distils: a class each, chosen by the class that model_index.json names."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from distiller.diffusion.family import Family
+from distiller.diffusion.pipeline import check_parts, locate, read_files, read_index
+from distiller.errors import UserError
+from distiller.teacher_config import Teacher
+
+FAMILIES = {
+    "WanPipeline": ("distiller.diffusion.wan.family", "WanFamily"),
+    "StableDiffusion3Pipeline": ("distiller.diffusion.stable_diffusion_3.family", "SD3Family"),
+    "StableDiffusionPipeline": ("distiller.diffusion.stable_diffusion.family", "StableDiffusionFamily"),
+}
+"""Class of the pipeline -> module and class. Imported when it is asked for: each loads pipelines of its own."""
+
+
+def find_pipeline(teacher: Teacher) -> Family:
+    """Finds and checks the teacher's pipeline, reading JSON files and headers only. Raises UserError in one line."""
+    location = locate(teacher)
+    index = read_index(location)
+    kind = index.get("_class_name")
+    if kind not in FAMILIES:
+        raise UserError(f"teacher.path: {location.given} is a {kind}; task diffusion distils {', '.join(FAMILIES)}")
+    module, name = FAMILIES[kind]
+    family: type[Family] = getattr(import_module(module), name)
+    found = family(read_files(location, index, family.architecture, family.network_parts))
+    check_parts(found.files, found.text_parts)
+    return found

@@ -1,0 +1,113 @@
+"""A class of pipelines: how its files, prompts, pictures and noise become what the task works with."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from distiller.diffusion.architecture import Architecture, LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.pipeline import PipelineFiles
+from distiller.diffusion.vae import Vae
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+
+Condition = dict[str, Tensor]
+"""What one prompt becomes: `text` [n, D], and other tensors of one shape for all prompts."""
+
+TEXT = "text"
+
+
+class Family(ABC):
+    """Built from a pipeline's descriptions; its methods say which weights they read."""
+
+    pipeline_class: ClassVar[Any]
+    """Of diffusers."""
+
+    architecture: ClassVar[Architecture]
+
+    network_parts: ClassVar[tuple[str, ...]]
+    """Folders of a pipeline in which networks that predict may lie; the first is there always."""
+
+    text_parts: tuple[str, ...]
+    """Folders of what embeds prompts."""
+
+    def __init__(self, files: PipelineFiles) -> None:
+        """Raises UserError for a pipeline that its class allows and the task does not."""
+        self.files = files
+        self.check_files()
+
+    @property
+    def teacher_config(self) -> dict[str, Any]:
+        """Of the network that students are compared with: the first."""
+        return self.files.configs[self.network_parts[0]]
+
+    def stack(self, conditions: Sequence[Condition], length: int) -> dict[str, Tensor]:
+        """Several prompts' conditions as one batch, by name; `length` is that of `text_length`."""
+        return {
+            name: self.pad([one[name] for one in conditions], length)
+            if name == TEXT
+            else torch.stack([one[name] for one in conditions])
+            for name in conditions[0]
+        }
+
+    @abstractmethod
+    def check_files(self) -> None:
+        """Raises UserError; sets `text_parts`."""
+
+    @abstractmethod
+    def check_task(self, task: DiffusionOptions) -> None:
+        """Raises UserError for keys that these pipelines cannot follow."""
+
+    @abstractmethod
+    def check_student(self, student: DiffusionStudent) -> None:
+        """Raises UserError for a saved student whose own pipeline says that it predicts something else."""
+
+    @abstractmethod
+    def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
+        """Of a sample of so many frames and pixels; UserError for a size that the pipeline cannot draw."""
+
+    @abstractmethod
+    def noise_process(self, shape: LatentShape) -> NoiseProcess:
+        """How latents of this shape are noised. Raises UserError for a scheduler that does something else."""
+
+    @abstractmethod
+    def text_length(self, task: DiffusionOptions) -> int:
+        """Rows that the pipeline gives each prompt's text."""
+
+    @abstractmethod
+    def text_key(self) -> dict[str, Any]:
+        """What else than files, dtype and length embeddings depend on, for JSON."""
+
+    @abstractmethod
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """The pipeline with what embeds prompts, and nothing else. Reads those weights."""
+
+    @abstractmethod
+    def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
+        """The prompts as the pipeline of `load_text_encoder` embeds them, on its device and in its dtype."""
+
+    @abstractmethod
+    def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
+        """Stacks [n_i, D] texts to [B, L, D], of which the network makes what it makes of `length` rows."""
+
+    @abstractmethod
+    def load_vae(self, device: torch.device) -> Vae:
+        """The pipeline's VAE in float32. Reads its weights."""
+
+    @abstractmethod
+    def load_pipeline(self, student: Any) -> Any:
+        """The pipeline with the student in the teacher's place, and without text encoder and VAE."""
+
+    @abstractmethod
+    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        """What the library's own pipeline draws at a guidance scale: latents [B, C, F, H, W] float32."""
+
+
+def expanded(conditions: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+    """One prompt's conditions, [1, ...], for so many samples."""
+    return {name: value.expand(count, *value.shape[1:]) for name, value in conditions.items()}

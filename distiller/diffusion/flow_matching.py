@@ -1,0 +1,72 @@
+"""Flow matching: x_t lies on the straight line from x_0 to noise, and the network predicts the line's velocity."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import diffusers
+import torch
+from torch import Tensor
+
+from distiller.diffusion.noise_process import NoiseLevel, NoiseProcess
+from distiller.diffusion.pipeline import PipelineFiles
+from distiller.diffusion_config import DiffusionOptions
+from distiller.errors import UserError
+
+
+class FlowMatching(NoiseProcess):
+    """sigma in (0, 1) is the share of noise, timestep = num_train_timesteps sigma (Lipman et al., arXiv 2210.02747)."""
+
+    quantity, share_name = "velocity", "sigma"
+
+    def __init__(self, files: PipelineFiles, auto_shift: float, options: Mapping[str, Any]) -> None:
+        """`options` go to the scheduler's `set_timesteps`. Raises UserError for a scheduler that is not there."""
+        self._files, self._options, self.auto_shift = files, options, auto_shift
+        self.num_train_timesteps = files.num_train_timesteps
+        self.load_scheduler()
+
+    def check_task(self, task: DiffusionOptions) -> None:
+        del task
+
+    def level(self, share: float) -> NoiseLevel:
+        return NoiseLevel(share, share * self.num_train_timesteps, 1 - share, share)
+
+    def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
+        del level
+        return noise - latents
+
+    def key(self) -> dict[str, Any]:
+        return {"shift": self.auto_shift}
+
+    def load_scheduler(self) -> Any:
+        return load_scheduler(self._files)
+
+    def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
+        scheduler.set_timesteps(num_steps, device=device, **self._options)
+        # As WanPipeline does: otherwise the scheduler looks the index up, which costs a synchronisation a step.
+        scheduler.set_begin_index(0)
+
+    def first_latents(self, scheduler: Any, noise: Tensor) -> Tensor:
+        del scheduler
+        return noise
+
+    def model_input(self, scheduler: Any, latents: Tensor, timestep: Tensor) -> Tensor:
+        del scheduler, timestep
+        return latents
+
+
+def load_scheduler(files: PipelineFiles) -> Any:
+    """The scheduler that a pipeline names. Raises UserError when this diffusers has no such class."""
+    name = str(files.scheduler_config.get("_class_name"))
+    if not hasattr(diffusers, name):
+        raise UserError(
+            f"teacher.path: {files.source} names the scheduler {name}, which diffusers {diffusers.__version__} lacks; "
+            "upgrade diffusers, or correct scheduler/scheduler_config.json"
+        )
+    return getattr(diffusers, name).from_pretrained(files.root, subfolder="scheduler", local_files_only=True)
+
+
+def scheduler_shift(files: PipelineFiles) -> float:
+    """The shift of the pipeline's own sampling schedule, under whichever name the scheduler gives it."""
+    return float(files.scheduler_config.get("shift", files.scheduler_config.get("flow_shift", 1.0)) or 1.0)

@@ -1,0 +1,204 @@
+"""A diffusers pipeline on disk or on a hub: what it is, before any weight is read; then its parts, one by one."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from distiller.diffusion.architecture import Architecture
+from distiller.errors import UserError
+from distiller.hub import download, looks_like_hub_id
+from distiller.resources import local_path
+from distiller.stages import digest_files
+from distiller.teacher_config import Teacher
+
+ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")
+"""Of Wan's own code."""
+
+Repository = tuple[str, str | None, str | None]
+"""(name, revision, subfolder) on a hub."""
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where a pipeline lies: `root` holds model_index.json; `given` is what the recipe names, for messages."""
+
+    source: str
+    given: str
+    root: Path
+    repository: Repository | None
+
+
+@dataclass(frozen=True)
+class PipelineFiles:
+    """A pipeline's descriptions (JSON only); `configs` are those of the networks that predict, by their folders."""
+
+    location: Location
+    index: dict[str, Any]
+    configs: dict[str, dict[str, Any]]
+    vae_config: dict[str, Any]
+    scheduler_config: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """What the recipe calls it."""
+        return self.location.source
+
+    @property
+    def root(self) -> Path:
+        """The folder that holds model_index.json."""
+        return self.location.root
+
+    @property
+    def num_train_timesteps(self) -> int:
+        """How many timesteps the whole way from data to noise has."""
+        return int(self.scheduler_config.get("num_train_timesteps", 1000))
+
+    @property
+    def boundary_ratio(self) -> float | None:
+        """Which share of the noise levels the second network has, from the clean end; None with one network."""
+        return self.index.get("boundary_ratio")
+
+    @property
+    def boundary_timestep(self) -> float | None:
+        """From here up the first network predicts, below it the second; None with one network."""
+        return None if self.boundary_ratio is None else self.boundary_ratio * self.num_train_timesteps
+
+    def has(self, part: str) -> bool:
+        """Whether the pipeline has this component."""
+        return self.index.get(part) not in (None, [None, None])
+
+    def fetch(self, *parts: str) -> Path:
+        """Makes whole component folders present (downloads them from a hub) and returns `root`."""
+        if self.location.repository is not None:
+            name, revision, subfolder = self.location.repository
+            prefix = f"{subfolder}/" if subfolder else ""
+            download("teacher", name, revision, [f"{prefix}{part}/*" for part in parts])
+        return self.root
+
+    def digest(self, *parts: str) -> str:
+        """The content digest of whole component folders (weights included)."""
+        root = self.fetch(*parts)
+        return digest_files(file for part in parts for file in (root / part).rglob("*") if file.is_file())
+
+
+def locate(teacher: Teacher) -> Location:
+    """Finds the teacher's pipeline; of a hub's, downloads the JSON files. Raises UserError in one line."""
+    path, repository = local_path(teacher.path), None
+    if not os.path.exists(path):
+        if not looks_like_hub_id(teacher.path):
+            raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
+        repository = (teacher.path, teacher.revision, teacher.subfolder)
+        path = download("teacher", teacher.path, teacher.revision, ["*.json"])
+    elif not path.is_dir():
+        raise UserError(f"teacher.path: {teacher.path} is a file; give the folder that holds model_index.json")
+    elif teacher.revision is not None:
+        raise UserError(f"teacher.revision is {teacher.revision} and teacher.path {teacher.path} a folder; remove it")
+    given = f"{teacher.path} (subfolder {teacher.subfolder})" if teacher.subfolder else teacher.path
+    return Location(teacher.path, given, path / teacher.subfolder if teacher.subfolder else path, repository)
+
+
+def read_files(
+    location: Location, index: dict[str, Any], architecture: Architecture, network_parts: tuple[str, ...]
+) -> PipelineFiles:
+    """Reads and checks the JSON files of a pipeline whose index names it. Raises UserError in one line."""
+    root, given, configs = location.root, location.given, {}
+    for name in network_parts:
+        if index.get(name) not in (None, [None, None]):
+            configs[name] = architecture.defaults() | read_json(root / name / "config.json", given)
+            architecture.check_config(configs[name], f"teacher.path: {given}: {name}/config.json")
+    if network_parts[0] not in configs:
+        raise UserError(f"teacher.path: {given} has no {network_parts[0]}; its model_index.json must name one")
+    return PipelineFiles(
+        location=location,
+        index=index,
+        configs=configs,
+        vae_config=read_json(root / "vae" / "config.json", given),
+        scheduler_config=read_json(root / "scheduler" / "scheduler_config.json", given),
+    )
+
+
+def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
+    """Raises UserError unless a folder's networks, VAE, and what embeds prompts are whole. Reads headers only."""
+    location = files.location
+    if location.repository is not None:
+        return
+    for name in text_parts:
+        if name.startswith("tokenizer"):
+            read_json(location.root / name / "tokenizer_config.json", location.given)
+    encoders = [name for name in text_parts if not name.startswith("tokenizer")]
+    for name in (*files.configs, *encoders, "vae"):
+        check_weights(location.root / name, f"teacher.path: {location.given}")
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved diffusers model: those that its index names, or its only one."""
+    index = folder / "diffusion_pytorch_model.safetensors.index.json"
+    if index.is_file():
+        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
+    whole = folder / "diffusion_pytorch_model.safetensors"
+    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+
+
+def check_weights(folder: Path, origin: str) -> None:
+    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
+    files = set(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):
+        try:
+            files |= {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{origin}: {folder.name}/{index.name} is not readable JSON with a weight_map") from error
+    if not files:
+        raise UserError(f"{origin}: {folder.name} holds no weights in safetensors (other formats are not read)")
+    for file in sorted(files):
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{origin}: {folder.name}/{file.name} is not a complete safetensors file ({error}); copy it again"
+            ) from error
+
+
+def read_index(location: Location) -> dict[str, Any]:
+    """The content of model_index.json. Raises UserError where the folder is something else than a pipeline."""
+    root, given = location.root, location.given
+    if not (root / "model_index.json").is_file():
+        if any(next(root.glob(mark), None) for mark in ORIGINAL_LAYOUT_MARKS) or _is_original_config(root):
+            raise UserError(
+                f"teacher.path: {given} is in Wan's original layout; use its diffusers form (on the hub: a name that "
+                "ends in -Diffusers) or convert it with diffusers' scripts/convert_wan_to_diffusers.py"
+            )
+        if (root / "config.json").is_file():
+            raise UserError(f"teacher.path: {given} is a single model; give the pipeline folder above it")
+        raise UserError(
+            f"teacher.path: {given} has no model_index.json, so it is not a diffusers pipeline; give the folder that "
+            "holds one"
+        )
+    return read_json(root / "model_index.json", given)
+
+
+def _is_original_config(root: Path) -> bool:
+    """Whether `config.json` is that of Wan's own code, all that a hub's JSON files show of its layout."""
+    file = root / "config.json"
+    return file.is_file() and read_json(file, os.fspath(root)).get("_class_name") == "WanModel"
+
+
+def read_json(file: Path, given: str) -> dict[str, Any]:
+    """A JSON object of the pipeline. Raises UserError where it is missing or no such thing."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(
+            f"teacher.path: {given} lacks {file.parent.name}/{file.name}; give a complete pipeline folder"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not readable JSON") from error
+    if not isinstance(content, dict):
+        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not a JSON object")
+    return content

@@ -1,0 +1,1 @@
+"""What is particular to Stable Diffusion pipelines: UNets that predict noise, or v."""

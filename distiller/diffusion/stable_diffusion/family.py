@@ -1,0 +1,150 @@
+"""`StableDiffusionPipeline`: Stable Diffusion 1 and 2 and what was made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline
+from torch import Tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.pictures import latent_size
+from distiller.diffusion.pipeline import read_json
+from distiller.diffusion.stable_diffusion.architecture import UNetArchitecture
+from distiller.diffusion.vae import Vae
+from distiller.diffusion.variance_preserving import VariancePreserving
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+from distiller.errors import UserError
+from distiller.resources import local_path
+
+LONGEST_TEXT = 10_000
+"""No tokenizer of these pipelines has more tokens; those that were saved without a limit have a number beyond any."""
+
+BESIDE = ("safety_checker", "feature_extractor", "image_encoder")
+"""Components that neither predict nor embed prompts."""
+
+
+class StableDiffusionFamily(Family):
+    """See `Family`; prompts become `text` [77, D]."""
+
+    pipeline_class = StableDiffusionPipeline
+    architecture = UNetArchitecture()
+    network_parts = ("unet",)
+    text_parts = ("text_encoder", "tokenizer")
+
+    def check_files(self) -> None:
+        given = self.files.location.given
+        config = read_json(self.files.root / "tokenizer" / "tokenizer_config.json", given)
+        length = config.get("model_max_length")
+        if not isinstance(length, int) or not 0 < length < LONGEST_TEXT:
+            raise UserError(
+                f"teacher.path: {given}: tokenizer/tokenizer_config.json says model_max_length {length}; the pipeline "
+                "pads every prompt to it, so give the number of positions that the text encoder has"
+            )
+        self._length = length
+
+    def check_task(self, task: DiffusionOptions) -> None:
+        if task.max_sequence_length not in (None, self._length):
+            raise UserError(
+                f"task.max_sequence_length is {task.max_sequence_length} and a StableDiffusionPipeline pads every "
+                f"prompt to its tokenizer's {self._length}; leave it out"
+            )
+
+    def check_student(self, student: DiffusionStudent) -> None:
+        if student.path is None:
+            return
+        folder = local_path(student.path)
+        root = folder if (folder / self.architecture.part).is_dir() else folder.parent
+        file = root / "scheduler" / "scheduler_config.json"
+        if not file.is_file():
+            return
+        ours = read_json(file, student.path).get("prediction_type", "epsilon")
+        theirs = self.files.scheduler_config.get("prediction_type", "epsilon")
+        if ours != theirs:
+            raise UserError(
+                f"student.path: {student.path} is of a pipeline whose prediction_type is {ours} and the teacher's is "
+                f"{theirs}; both must predict the same"
+            )
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
+        pixels = pixels_of_latent(self.files.vae_config)
+        size = latent_size("StableDiffusionPipeline", num_frames, height, width, pixels, pixels)
+        return self.teacher_config["in_channels"], 1, *size
+
+    def noise_process(self, shape: LatentShape) -> NoiseProcess:
+        del shape
+        return VariancePreserving(self.files)
+
+    def text_length(self, task: DiffusionOptions) -> int:
+        del task
+        return self._length
+
+    def text_key(self) -> dict[str, Any]:
+        return {}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
+        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
+        # this one is loaded by one rank alone, which would wait for the others for ever.
+        unset_hf_deepspeed_config()
+        pipeline = StableDiffusionPipeline.from_pretrained(
+            self.files.fetch(*self.text_parts, "scheduler"),
+            scheduler=VariancePreserving(self.files).load_scheduler(),
+            unet=None,
+            vae=None,
+            requires_safety_checker=False,
+            dtype=dtype,
+            low_cpu_mem_usage=True,
+            use_safetensors=True,
+            local_files_only=True,
+            **dict.fromkeys(BESIDE),
+        )
+        return pipeline.to(device)
+
+    def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
+        del length
+        with torch.no_grad():
+            text, _ = pipeline.encode_prompt(list(prompts), pipeline.text_encoder.device, 1, False)
+        return [{"text": row} for row in text]
+
+    def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
+        del length
+        return torch.stack(list(texts))
+
+    def load_vae(self, device: torch.device) -> Vae:
+        return KlVae(self.files, device)
+
+    def load_pipeline(self, student: Any) -> Any:
+        return StableDiffusionPipeline.from_pretrained(
+            self.files.fetch("scheduler"),
+            scheduler=VariancePreserving(self.files).load_scheduler(),
+            unet=student,
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            requires_safety_checker=False,
+            local_files_only=True,
+            **dict.fromkeys(BESIDE),
+        )
+
+    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expanded(conditions.negative, len(conditions.noise))
+        height, width = conditions.noise.shape[3:]
+        drawn = pipeline(
+            latents=conditions.noise.squeeze(2),
+            prompt_embeds=conditions.positive["text"].float(),
+            negative_prompt_embeds=negative["text"].float(),
+            height=height * pipeline.vae_scale_factor,
+            width=width * pipeline.vae_scale_factor,
+            num_inference_steps=recipe.sampling.num_inference_steps,
+            guidance_scale=scale,
+            generator=conditions.generators(),
+            output_type="latent",
+        )
+        return drawn.images.unsqueeze(2)

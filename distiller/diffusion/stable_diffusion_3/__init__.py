@@ -1,0 +1,1 @@
+"""What is particular to Stable Diffusion 3 pipelines."""

@@ -1,0 +1,158 @@
+"""`StableDiffusion3Pipeline`: Stable Diffusion 3 and 3.5, with or without their third text encoder."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from diffusers import StableDiffusion3Pipeline
+from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
+from torch import Tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
+from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.pictures import latent_size
+from distiller.diffusion.stable_diffusion_3.architecture import SD3Architecture
+from distiller.diffusion.vae import Vae
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+from distiller.errors import UserError
+
+PIPELINE_TEXT_LENGTH, LONGEST_TEXT = 256, 512
+"""Tokens that the pipeline pads the third encoder's text to when it is not told otherwise, and the most it takes."""
+
+SCHEDULER = "FlowMatchEulerDiscreteScheduler"
+ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
+THIRD = ("text_encoder_3", "tokenizer_3")
+
+
+class SD3Family(Family):
+    """See `Family`; prompts become `text` [77 + n, D], of all encoders, and `pooled` [P], of the first two."""
+
+    pipeline_class = StableDiffusion3Pipeline
+    architecture = SD3Architecture()
+    network_parts = ("transformer",)
+
+    def check_files(self) -> None:
+        given = self.files.location.given
+        for part in (part for pair in ENCODERS for part in pair):
+            if not self.files.has(part):
+                raise UserError(f"teacher.path: {given} has no {part}; give the complete pipeline")
+        kind = self.files.scheduler_config.get("_class_name")
+        if kind != SCHEDULER:
+            raise UserError(
+                f"teacher.path: {given} names the scheduler {kind}; a StableDiffusion3Pipeline is distilled with "
+                f"{SCHEDULER}, which it was published with"
+            )
+        self._has_third = all(self.files.has(part) for part in THIRD)
+        self.text_parts = tuple(part for pair in (*ENCODERS, *((THIRD,) if self._has_third else ())) for part in pair)
+
+    def check_task(self, task: DiffusionOptions) -> None:
+        if (task.max_sequence_length or 0) > LONGEST_TEXT:
+            raise UserError(
+                f"task.max_sequence_length is {task.max_sequence_length} and a StableDiffusion3Pipeline takes at most "
+                f"{LONGEST_TEXT}; lower it"
+            )
+
+    def check_student(self, student: DiffusionStudent) -> None:
+        del student
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
+        pixels, config = pixels_of_latent(self.files.vae_config), self.teacher_config
+        step = pixels * config["patch_size"]
+        size = latent_size("StableDiffusion3Pipeline", num_frames, height, width, step, pixels)
+        return config["in_channels"], 1, *size
+
+    def noise_process(self, shape: LatentShape) -> NoiseProcess:
+        config = self.files.scheduler_config
+        if not config.get("use_dynamic_shifting"):
+            return FlowMatching(self.files, scheduler_shift(self.files), {})
+        mu = calculate_shift(
+            self.architecture.num_tokens(self.teacher_config, shape),
+            config.get("base_image_seq_len", 256),
+            config.get("max_image_seq_len", 4096),
+            config.get("base_shift", 0.5),
+            config.get("max_shift", 1.16),
+        )
+        # What the scheduler makes of mu is the shift e^mu, or mu itself.
+        shift = mu if config.get("time_shift_type") == "linear" else math.exp(mu)
+        return FlowMatching(self.files, shift, {"mu": mu})
+
+    def text_length(self, task: DiffusionOptions) -> int:
+        return task.max_sequence_length or PIPELINE_TEXT_LENGTH
+
+    def text_key(self) -> dict[str, Any]:
+        return {}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
+        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
+        # these are loaded by one rank alone, which would wait for the others for ever.
+        unset_hf_deepspeed_config()
+        pipeline = StableDiffusion3Pipeline.from_pretrained(
+            self.files.fetch(*self.text_parts, "scheduler"),
+            transformer=None,
+            vae=None,
+            dtype=dtype,
+            low_cpu_mem_usage=True,
+            use_safetensors=True,
+            local_files_only=True,
+            **dict.fromkeys(() if self._has_third else THIRD),
+        ).to(device)
+        # Without a third encoder the pipeline puts zeros in its place, as wide as the transformer's config says.
+        with init_empty_weights():
+            pipeline.transformer = self.architecture.model_class.from_config(self.teacher_config)
+        return pipeline
+
+    def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
+        with torch.no_grad():
+            text, _, pooled, _ = pipeline.encode_prompt(
+                list(prompts),
+                None,
+                None,
+                device=pipeline.text_encoder.device,
+                do_classifier_free_guidance=False,
+                max_sequence_length=length,
+            )
+        # The zeros come in whatever dtype the pipeline finds first.
+        text = text.to(pooled.dtype)
+        return [{"text": row, "pooled": vector} for row, vector in zip(text, pooled, strict=True)]
+
+    def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
+        del length
+        return torch.stack(list(texts))
+
+    def load_vae(self, device: torch.device) -> Vae:
+        return KlVae(self.files, device)
+
+    def load_pipeline(self, student: Any) -> Any:
+        return StableDiffusion3Pipeline.from_pretrained(
+            self.files.fetch("scheduler"),
+            transformer=student,
+            vae=None,
+            local_files_only=True,
+            **dict.fromkeys(part for pair in (*ENCODERS, THIRD) for part in pair),
+        )
+
+    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expanded(conditions.negative, len(conditions.noise))
+        height, width = conditions.noise.shape[3:]
+        drawn = pipeline(
+            latents=conditions.noise.squeeze(2),
+            prompt_embeds=conditions.positive["text"].float(),
+            pooled_prompt_embeds=conditions.positive["pooled"].float(),
+            negative_prompt_embeds=negative["text"].float(),
+            negative_pooled_prompt_embeds=negative["pooled"].float(),
+            height=height * pipeline.vae_scale_factor,
+            width=width * pipeline.vae_scale_factor,
+            num_inference_steps=recipe.sampling.num_inference_steps,
+            guidance_scale=scale,
+            output_type="latent",
+        )
+        return drawn.images.unsqueeze(2)

@@ -1,0 +1,192 @@
+"""The student: from a config, a folder, or the teacher's own blocks; and what is trained beside it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from distiller.capture import capture_outputs
+from distiller.diffusion.architecture import Architecture, Origin
+from distiller.diffusion.family import Family
+from distiller.diffusion.pipeline import check_weights, model_files
+from distiller.diffusion_config import DiffusionStudent
+from distiller.errors import UserError
+from distiller.resources import local_path
+
+CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
+"""Of the section `student`."""
+
+
+def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
+    """The student's `config.json`, checked against the teacher's. Reads no weights.
+
+    Raises:
+        UserError: the file is missing or of another class, or its channels, patches or text width do not fit.
+    """
+    architecture, teacher = family.architecture, family.teacher_config
+    config = _cut_config(student, architecture, teacher) if student.from_teacher else _read_config(student, family)
+    for key, name in architecture.shared.items():
+        ours, theirs = config[key], teacher[key]
+        if ours != theirs:
+            raise UserError(f"the student's {key} ({name}) is {ours} and the teacher's {theirs}; they must be equal")
+    architecture.check_student(config, teacher)
+    family.check_student(student)
+    try:
+        with torch.device("meta"):
+            architecture.model_class.from_config(config)
+    except Exception as error:
+        kind = type(error).__name__
+        raise UserError(f"diffusers cannot build a student of this config ({kind}: {error}); correct it") from error
+    return config
+
+
+def build_student(student: DiffusionStudent, config: Mapping[str, Any], family: Family, seed: int) -> Any:
+    """Builds the student on the CPU in float32, the same on every rank and under every engine.
+
+    New weights are drawn in a forked random state from `seed`; the global state is left as it was.
+    """
+    model_class = family.architecture.model_class
+    if student.path is not None:
+        folder = _model_folder(student, family.architecture)
+        return model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class.from_config(dict(config))
+    if student.from_teacher:
+        copy_from_teacher(model, family)
+    return model
+
+
+def copy_from_teacher(model: Any, family: Family) -> None:
+    """Fills the student with the teacher's evenly spaced blocks and leading channels, tensor by tensor.
+
+    Width: the leading slice of every axis, so the first heads and the first feed-forward channels are kept. Of two
+    experts the low-noise one would know only small timesteps, so the first network is the source.
+    """
+    part, architecture = family.network_parts[0], family.architecture
+    config, tensors = dict(model.config), _SavedTensors(family.files.fetch(part) / part)
+    with torch.no_grad():
+        for name, target in (*model.named_parameters(), *model.named_buffers()):
+            origin = architecture.origin(name, target, config, family.teacher_config)
+            if origin is not None and origin.name in tensors:
+                target.copy_(_leading_slice(tensors[origin.name].float(), target, origin))
+
+
+class DistilledStudent(nn.Module):
+    """What is trained: the student model and, for feature matching, projections into the teacher's width.
+
+    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        model: Any,
+        blocks: Sequence[str],
+        widths: Sequence[tuple[int, int]],
+        seed: int,
+    ) -> None:
+        """`blocks` are matched; `widths` are the student's and the teacher's of each."""
+        super().__init__()
+        self.model = model
+        self._architecture, self._blocks = architecture, tuple(blocks)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed + 1)
+            self.projections = nn.ModuleList(nn.Linear(ours, theirs, bias=False) for ours, theirs in widths)
+
+    def forward(self, latents: Tensor, timesteps: Tensor, **conditions: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """Predicts from latents [B, C, F, H, W], timesteps [B] and the prompts' conditions [B, ...].
+
+        Returns:
+            the prediction, like the latents, and one [B, tokens, teacher's width] projected feature a matched block.
+        """
+        blocks = [(name, self.model.get_submodule(name)) for name in self._blocks]
+        with capture_outputs(blocks) as captured:
+            prediction = self._architecture.forward(self.model, latents, timesteps, conditions)
+        # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
+        features = [
+            self.projections[i](self._architecture.feature(captured[name])) for i, name in enumerate(self._blocks)
+        ]
+        return prediction, features
+
+
+def _cut_config(student: DiffusionStudent, architecture: Architecture, teacher: Mapping[str, Any]) -> dict[str, Any]:
+    """The teacher's config with the sizes that the recipe asks for."""
+    config = {**teacher}
+    for key in CUT_KEYS:
+        wanted = getattr(student, key)
+        if wanted is None:
+            continue
+        if key not in architecture.cuts:
+            known = ", ".join(f"student.{name}" for name in architecture.cuts)
+            raise UserError(f"student.{key}: a {architecture.name} is not cut by it but by {known}; remove it")
+        held = teacher[architecture.cuts[key]]
+        if not isinstance(held, int):
+            raise UserError(
+                f"student.{key}: the teacher's {architecture.cuts[key]} is {held}, not one number; give student.config"
+            )
+        if wanted > held:
+            raise UserError(f"student.{key} is {wanted} and the teacher has only {held}; lower it")
+        config[architecture.cuts[key]] = wanted
+    architecture.finish_cut(config, teacher)
+    return config
+
+
+def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
+    architecture = family.architecture
+    if student.config is not None:
+        file, key = local_path(student.config), "student.config"
+    else:
+        file, key = _model_folder(student, architecture) / "config.json", "student.path"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{key}: {file} does not exist; give a config.json of {architecture.name}") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{key}: {file} is not readable JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{key}: {file} holds {type(config).__name__}, not a model's config")
+    defaults = architecture.defaults()
+    architecture.check_config(defaults | config, f"{key}: {file}")
+    unknown = {name for name in config if name not in defaults and not name.startswith("_")}
+    if unknown:
+        raise UserError(f"{key}: {file} has keys that {architecture.name} does not know: {', '.join(sorted(unknown))}")
+    if student.path is not None:
+        check_weights(file.parent, f"student.path: {student.path}")
+    return defaults | config
+
+
+def _model_folder(student: DiffusionStudent, architecture: Architecture) -> Path:
+    folder = local_path(student.path or "")
+    if not os.path.isdir(folder):
+        raise UserError(f"student.path: {student.path} is not a folder; give a saved model's or a pipeline's")
+    return folder / architecture.part if (folder / architecture.part).is_dir() else folder
+
+
+class _SavedTensors:
+    """The tensors of a saved model, read one at a time from its safetensors files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._files = [safe_open(file, framework="pt") for file in model_files(folder)]
+        self._owner = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._owner
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._owner[name].get_tensor(name)
+
+
+def _leading_slice(source: Tensor, target: Tensor, origin: Origin) -> Tensor:
+    """The leading part of every axis; of stacked vectors, each one's."""
+    if origin.num_stacked > 1:
+        parts = source.unflatten(0, (origin.num_stacked, -1))
+        source = parts[:, : target.shape[0] // origin.num_stacked].flatten(0, 1)
+    return source[tuple(slice(0, size) for size in target.shape)]

@@ -1,0 +1,91 @@
+"""Diffusion with a table of alphas: x_t keeps its variance, and the network predicts the noise, or v."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from diffusers import StableDiffusionPipeline
+from torch import Tensor
+
+from distiller.diffusion.flow_matching import load_scheduler
+from distiller.diffusion.noise_process import NoiseLevel, NoiseProcess
+from distiller.diffusion.pipeline import PipelineFiles
+from distiller.diffusion_config import DiffusionOptions
+from distiller.errors import UserError
+from distiller.stages import digest_of
+
+QUANTITIES = {"epsilon": "noise", "v_prediction": "v"}
+SCHEDULERS = (
+    *("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "LMSDiscreteScheduler", "EulerDiscreteScheduler"),
+    *("EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"),
+)
+"""Samplers of a network that was trained on `alphas_cumprod`. Some carry latents in another scale; the network's input
+is always of unit variance."""
+
+
+class VariancePreserving(NoiseProcess):
+    """x_t = sqrt(a_t) x_0 + sqrt(1 - a_t) e for t = 0 .. T - 1, with a = the scheduler's `alphas_cumprod`.
+
+    Ho et al. 2020 (arXiv 2006.11239), equation 4; v = sqrt(a_t) e - sqrt(1 - a_t) x_0 is that of Salimans and Ho 2022
+    (arXiv 2202.00512).
+    """
+
+    share_name, auto_shift = "t/T", 1.0
+
+    def __init__(self, files: PipelineFiles) -> None:
+        """Raises UserError for a scheduler that does something else."""
+        self._files, config, given = files, files.scheduler_config, files.location.given
+        kind = config.get("_class_name")
+        if kind not in SCHEDULERS:
+            raise UserError(
+                f"teacher.path: {given} names the scheduler {kind}; a StableDiffusionPipeline is distilled with "
+                f"{', '.join(SCHEDULERS)}"
+            )
+        predicted = config.get("prediction_type", "epsilon")
+        if predicted not in QUANTITIES or config.get("use_flow_sigmas"):
+            raise UserError(
+                f"teacher.path: {given}: the scheduler's prediction_type is {predicted}"
+                f"{' with use_flow_sigmas' if config.get('use_flow_sigmas') else ''}; distilled are "
+                f"{' and '.join(QUANTITIES)}"
+            )
+        self.prediction_type, self.quantity = predicted, QUANTITIES[predicted]
+        self._alphas: list[float] = self.load_scheduler().alphas_cumprod.double().tolist()
+        self.num_train_timesteps = len(self._alphas)
+
+    def check_task(self, task: DiffusionOptions) -> None:
+        if task.timesteps.weighting != "none":
+            raise UserError(
+                f"task.timesteps.weighting is {task.timesteps.weighting}, which weighs a flow's sigma, and this "
+                f"teacher predicts {self.quantity}; set it to none"
+            )
+
+    def level(self, share: float) -> NoiseLevel:
+        timestep = min(int(share * self.num_train_timesteps), self.num_train_timesteps - 1)
+        alpha = self._alphas[timestep]
+        return NoiseLevel(share, float(timestep), alpha**0.5, (1 - alpha) ** 0.5)
+
+    def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
+        return noise if self.prediction_type == "epsilon" else level.signal * noise - level.noise * latents
+
+    def key(self) -> dict[str, Any]:
+        return {"prediction_type": self.prediction_type, "alphas": digest_of(self._alphas)}
+
+    def load_scheduler(self) -> Any:
+        scheduler = load_scheduler(self._files)
+        with warnings.catch_warnings():
+            # The pipeline corrects settings of old files, and says so each time.
+            warnings.simplefilter("ignore", FutureWarning)
+            others = dict.fromkeys(("vae", "text_encoder", "tokenizer", "unet", "safety_checker", "feature_extractor"))
+            pipeline = StableDiffusionPipeline(scheduler=scheduler, requires_safety_checker=False, **others)
+        return pipeline.scheduler
+
+    def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
+        scheduler.set_timesteps(num_steps, device=device)
+
+    def first_latents(self, scheduler: Any, noise: Tensor) -> Tensor:
+        return noise * scheduler.init_noise_sigma
+
+    def model_input(self, scheduler: Any, latents: Tensor, timestep: Tensor) -> Tensor:
+        return scheduler.scale_model_input(latents, timestep)

@@ -1,0 +1,145 @@
+"""`WanPipeline`: Wan 2.1 (one transformer) and Wan 2.2 (two experts), text to image or to video."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from diffusers import WanPipeline
+from diffusers.pipelines.wan.pipeline_wan import prompt_clean
+from diffusers.utils import is_ftfy_available
+from torch import Tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+
+from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
+from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.vae import Vae
+from distiller.diffusion.wan.architecture import WanArchitecture
+from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENGTH
+from distiller.diffusion.wan.vae import WanVae
+from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+from distiller.errors import UserError
+
+
+class WanFamily(Family):
+    """See `Family`; prompts become `text` [n, D], their real tokens."""
+
+    pipeline_class = WanPipeline
+    architecture = WanArchitecture()
+    network_parts = ("transformer", "transformer_2")
+    text_parts = ("text_encoder", "tokenizer")
+
+    def check_files(self) -> None:
+        given, boundary = self.files.location.given, self.files.boundary_ratio
+        if ("transformer_2" in self.files.configs) != (boundary is not None):
+            raise UserError(
+                f"teacher.path: {given} has {len(self.files.configs)} transformer(s) and boundary_ratio {boundary}; "
+                "model_index.json must name both transformer_2 and boundary_ratio, or neither"
+            )
+        if boundary is not None and not (isinstance(boundary, float) and 0 < boundary < 1):
+            raise UserError(f"teacher.path: {given}: boundary_ratio is {boundary!r}; it must lie between 0 and 1")
+
+    def check_task(self, task: DiffusionOptions) -> None:
+        del task
+
+    def check_student(self, student: DiffusionStudent) -> None:
+        del student
+
+    def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
+        spatial = int(self.files.vae_config.get("scale_factor_spatial", 8))
+        temporal = int(self.files.vae_config.get("scale_factor_temporal", 4))
+        _, patch_height, patch_width = self.teacher_config["patch_size"]
+        for name, pixels, step in (("height", height, spatial * patch_height), ("width", width, spatial * patch_width)):
+            if pixels % step or pixels % 16:
+                raise UserError(f"task.{name} {pixels} is not a multiple of {max(step, 16)}, as this pipeline needs")
+        if extra := (num_frames - 1) % temporal:
+            lower = num_frames - extra
+            raise UserError(
+                f"task.num_frames {num_frames} is not {temporal} k + 1, as this pipeline's VAE needs; give {lower} or "
+                f"{lower + temporal}"
+            )
+        channels = int(self.teacher_config["in_channels"])
+        return channels, (num_frames - 1) // temporal + 1, height // spatial, width // spatial
+
+    def noise_process(self, shape: LatentShape) -> NoiseProcess:
+        del shape
+        return FlowMatching(self.files, scheduler_shift(self.files), {})
+
+    def text_length(self, task: DiffusionOptions) -> int:
+        return task.max_sequence_length or PIPELINE_TEXT_LENGTH
+
+    def text_key(self) -> dict[str, Any]:
+        return {"cleaned_by_ftfy": is_ftfy_available()}
+
+    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
+        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
+        # this one is loaded by one rank alone, which would wait for the others for ever.
+        unset_hf_deepspeed_config()
+        pipeline = WanPipeline.from_pretrained(
+            self.files.fetch(*self.text_parts, "scheduler"),
+            transformer=None,
+            transformer_2=None,
+            vae=None,
+            dtype=dtype,
+            low_cpu_mem_usage=True,
+            use_safetensors=True,
+            local_files_only=True,
+        )
+        return pipeline.to(device)
+
+    def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
+        """As `Family.embed`.
+
+        The pipeline pads to `length` before the encoder, which masks the padding; here it pads to the longest prompt,
+        which gives the same tokens and is an order of magnitude faster for short prompts.
+        """
+        cleaned = [prompt_clean(prompt) for prompt in prompts]
+        tokens = pipeline.tokenizer(cleaned, truncation=True, max_length=length, add_special_tokens=True)
+        lengths = [len(ids) for ids in tokens.input_ids]
+        with torch.no_grad():
+            embeds, _ = pipeline.encode_prompt(
+                list(prompts), do_classifier_free_guidance=False, max_sequence_length=max(lengths)
+            )
+        return [{"text": row[:count].clone()} for row, count in zip(embeds, lengths, strict=True)]
+
+    def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
+        """[B, min(max(n) + 2, length), D]; the zero rows stand for all the padding that the pipeline would add
+        (`distiller.diffusion.wan.short_text` weighs them so)."""
+        padded_length = min(max(len(text) for text in texts) + NUM_KEPT_ROWS, length)
+        padded = texts[0].new_zeros(len(texts), padded_length, texts[0].shape[-1])
+        for row, text in zip(padded, texts, strict=True):
+            row[: len(text)] = text
+        return padded
+
+    def load_vae(self, device: torch.device) -> Vae:
+        return WanVae(self.files, device)
+
+    def load_pipeline(self, student: Any) -> Any:
+        return WanPipeline.from_pretrained(
+            self.files.fetch("scheduler"),
+            transformer=student,
+            transformer_2=None,
+            vae=None,
+            text_encoder=None,
+            tokenizer=None,
+            boundary_ratio=None,
+            local_files_only=True,
+        )
+
+    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expanded(conditions.negative, len(conditions.noise))
+        return pipeline(
+            latents=conditions.noise,
+            prompt_embeds=conditions.positive["text"].float(),
+            negative_prompt_embeds=negative["text"].float(),
+            height=recipe.task.height,
+            width=recipe.task.width,
+            num_frames=recipe.task.num_frames,
+            num_inference_steps=recipe.sampling.num_inference_steps,
+            guidance_scale=scale,
+            output_type="latent",
+        ).frames
