@@ -14,15 +14,17 @@ from distiller.sections import Float, Location, Positive, PositiveFloat, Section
 class PredictionLoss(Section):
     """Distance between the student's and the teacher's prediction: the flow's velocity, the noise, or v."""
 
-    weight: Weight = Field(1.0, description="of this term in the sum")
-    kind: Literal["mse", "huber"] = Field("mse", description="squared error, or linear beyond huber_delta")
-    huber_delta: PositiveFloat = Field(1.0, description="where the Huber loss turns linear, in units of the prediction")
+    weight: Weight = Field(default=1.0, description="of this term in the sum")
+    kind: Literal["mse", "huber"] = Field(default="mse", description="squared error, or linear beyond huber_delta")
+    huber_delta: PositiveFloat = Field(
+        default=1.0, description="where the Huber loss turns linear, in units of the prediction"
+    )
 
 
 class TrueDataLoss(Section):
     """Distance to what the data's own x_0 and noise say (for a flow: noise - x_0); needs images or latents."""
 
-    weight: Weight = Field(0.0, description="of this term in the sum; 0 = off")
+    weight: Weight = Field(default=0.0, description="of this term in the sum; 0 = off")
 
 
 class Losses(Section):
@@ -37,49 +39,53 @@ class Timesteps(Section):
     """How the noise level in (0, 1) of each sample is drawn: sigma, or the share of the schedule. Times 1000: t."""
 
     sampling: Literal["uniform", "logit_normal"] = Field(
-        "uniform", description="distribution of the level before the shift"
+        default="uniform", description="distribution of the level before the shift"
     )
-    logit_mean: Float = Field(0.0, description="of logit_normal")
-    logit_std: PositiveFloat = Field(1.0, description="of logit_normal")
+    logit_mean: Float = Field(default=0.0, description="of logit_normal")
+    logit_std: PositiveFloat = Field(default=1.0, description="of logit_normal")
     shift: PositiveFloat | Literal["auto"] = Field(
-        "auto", description="s' = shift * s / (1 + (shift - 1) * s); auto = the teacher's scheduler's"
+        default="auto", description="s' = shift * s / (1 + (shift - 1) * s); auto = the teacher's scheduler's"
     )
-    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field("none", description="SD3's loss weightings, of flows")
+    weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+        default="none", description="SD3's loss weightings, of flows"
+    )
 
 
 class Guidance(Section):
     """Classifier-free guidance distillation: the student learns u + scale * (c - u) in one forward pass."""
 
     scale: PositiveFloat | tuple[PositiveFloat, PositiveFloat] | None = Field(
-        None, description="None = learn the conditional prediction; a pair = drawn per sample from that range"
+        default=None, description="None = learn the conditional prediction; a pair = drawn per sample from that range"
     )
-    scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as scale")
-    negative_prompt: str = Field("", description="of the unconditional pass")
+    scale_2: PositiveFloat | None = Field(default=None, description="of the low-noise expert; None = as scale")
+    negative_prompt: str = Field(default="", description="of the unconditional pass")
 
 
 class DiffusionOptions(TaskOptions):
     """What is learnt, for diffusion teachers."""
 
-    kind: Literal["diffusion"] = Field("diffusion", description="which task")  # type: ignore[assignment]
-    height: Positive = Field(64, description="pixels")
-    width: Positive = Field(64, description="pixels")
-    num_frames: Positive = Field(1, description="1 = text-to-image; otherwise 4 k + 1, for Wan")
-    targets: Literal["live", "stored"] = Field("live", description="stored = the rollout's own (x_t, prediction) pairs")
+    kind: Literal["diffusion"] = Field(default="diffusion", description="which task")  # type: ignore[assignment]
+    height: Positive = Field(default=64, description="pixels")
+    width: Positive = Field(default=64, description="pixels")
+    num_frames: Positive = Field(default=1, description="1 = text-to-image; otherwise 4 k + 1, for Wan")
+    targets: Literal["live", "stored"] = Field(
+        default="live", description="stored = the rollout's own (x_t, prediction) pairs"
+    )
     timesteps: Timesteps = Timesteps()
     guidance: Guidance = Guidance()
     losses: Losses = Losses()
-    condition_dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(0.0, description="share of empty prompts")
+    condition_dropout: Annotated[Float, Field(ge=0, lt=1)] = Field(default=0.0, description="share of empty prompts")
     max_sequence_length: Positive | None = Field(
-        None, description="text tokens that the pipeline pads to; None = its own"
+        default=None, description="text tokens that the pipeline pads to; None = its own"
     )
 
 
 class Sampling(Section):
     """How pictures are drawn: by the rollout, by `evaluate` and by `sample`, with the teacher's own scheduler."""
 
-    num_inference_steps: Positive = Field(20, description="of the scheduler")
-    guidance_scale: PositiveFloat = Field(1.0, description="of the teacher; 1 = none, one forward pass a step")
-    guidance_scale_2: PositiveFloat | None = Field(None, description="of the low-noise expert; None = as above")
+    num_inference_steps: Positive = Field(default=20, description="of the scheduler")
+    guidance_scale: PositiveFloat = Field(default=1.0, description="of the teacher; 1 = none, one forward pass a step")
+    guidance_scale_2: PositiveFloat | None = Field(default=None, description="of the low-noise expert; None = as above")
 
     @property
     def scales(self) -> tuple[float, float]:
@@ -90,22 +96,22 @@ class Sampling(Section):
 class Rollout(Section):
     """The stage in which the teacher draws its own samples from the prompts."""
 
-    enabled: Switch = Field(True, description="False: x_t is pure noise at every t, as the older trainer did")
-    samples_per_prompt: Positive = Field(1, description="drawings of each prompt, with noise of their own")
-    batch_size: Positive = Field(64, description="samples a forward pass; part of the key")
-    dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the stored latents")
+    enabled: Switch = Field(default=True, description="False: x_t is pure noise at every t, as the older trainer did")
+    samples_per_prompt: Positive = Field(default=1, description="drawings of each prompt, with noise of their own")
+    batch_size: Positive = Field(default=64, description="samples a forward pass; part of the key")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the stored latents")
 
 
 class DiffusionStudent(Section):
     """The trained network: exactly one of config, path, or the teacher's own blocks (num_layers and so on)."""
 
-    config: Location | None = Field(None, description="the library's own config.json")
-    path: Location | None = Field(None, description="a saved model folder, or a pipeline folder")
+    config: Location | None = Field(default=None, description="the library's own config.json")
+    path: Location | None = Field(default=None, description="a saved model folder, or a pipeline folder")
     num_layers: Positive | None = Field(
-        None, description="evenly spaced blocks of the teacher; of a UNet, layers a block"
+        default=None, description="evenly spaced blocks of the teacher; of a UNet, layers a block"
     )
-    num_attention_heads: Positive | None = Field(None, description="the teacher's first heads (width)")
-    ffn_dim: Positive | None = Field(None, description="the teacher's first feed-forward channels (width)")
+    num_attention_heads: Positive | None = Field(default=None, description="the teacher's first heads (width)")
+    ffn_dim: Positive | None = Field(default=None, description="the teacher's first feed-forward channels (width)")
 
     @property
     def from_teacher(self) -> bool:
@@ -126,8 +132,8 @@ class DiffusionStudent(Section):
 class DiffusionData(Data):
     """What is learnt from."""
 
-    kind: Literal["prompts", "images", "latents"] = Field("prompts", description="what lies at path")
-    max_samples: Positive | None = Field(None, description="only the first so many prompts, images or latents")
+    kind: Literal["prompts", "images", "latents"] = Field(default="prompts", description="what lies at path")
+    max_samples: Positive | None = Field(default=None, description="only the first so many prompts, images or latents")
     path: Location = Field(
         description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents"
     )
@@ -136,12 +142,14 @@ class DiffusionData(Data):
 class DiffusionEvaluation(Section):
     """What `evaluate` measures."""
 
-    judge: Literal["none", "digits"] = Field("none", description="who says what a drawing shows")
-    num_samples: Positive = Field(100, description="drawings of each of teacher and student")
-    batch_size: Positive = Field(50, description="drawings a batch")
-    sample_prompts: tuple[str, ...] = Field((), description="for samples.png, ten at most; empty = the data's first")
+    judge: Literal["none", "digits"] = Field(default="none", description="who says what a drawing shows")
+    num_samples: Positive = Field(default=100, description="drawings of each of teacher and student")
+    batch_size: Positive = Field(default=50, description="drawings a batch")
+    sample_prompts: tuple[str, ...] = Field(
+        default=(), description="for samples.png, ten at most; empty = the data's first"
+    )
     min_recognised: Annotated[Float, Field(ge=0, le=1)] | None = Field(
-        None, description="quality gate: exit 3 below it"
+        default=None, description="quality gate: exit 3 below it"
     )
 
 

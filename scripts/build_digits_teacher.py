@@ -196,7 +196,9 @@ def single_frame_convolutions() -> Iterator[None]:
 
     def forward(self: WanCausalConv3d, x: torch.Tensor, cache_x: None = None) -> torch.Tensor:
         padding = (self._padding[2], self._padding[0])
-        return F.conv2d(x[:, :, 0], self.weight[:, :, -1], self.bias, self.stride[1:], padding).unsqueeze(2)
+        weight, bias = self.weight[:, :, -1], self.bias
+        # torch's stub knows neither strides nor padding of fewer dimensions.
+        return F.conv2d(x[:, :, 0], weight, bias, self.stride[1:], padding).unsqueeze(2)  # type: ignore[call-overload]
 
     WanCausalConv3d.forward = forward
     try:
@@ -323,7 +325,7 @@ def train_transformer(
 
     @torch.no_grad()
     def update_averages() -> None:
-        torch._foreach_lerp_(averages, parameters, 1 - ema_decay)
+        torch._foreach_lerp_(averages, parameters, 1 - ema_decay)  # type: ignore[call-overload]
 
     install_short_text(transformer)
     train("transformer", parameters, loss_of_random_batch, training, after_step=update_averages)

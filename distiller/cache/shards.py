@@ -134,7 +134,7 @@ def _view(storage: torch.UntypedStorage, stored: StoredTensor) -> Tensor:
     width = stored.dtype.itemsize
     if stored.start % width:
         # The format's writers align; a header of odd length by another hand does not.
-        part = torch.tensor([], dtype=torch.uint8).set_(storage, stored.start, (stored.num_bytes,))
+        part = torch.tensor([], dtype=torch.uint8).set_(storage, stored.start, (stored.num_bytes,), (1,))
         return part.clone().view(stored.dtype).view(stored.shape)
-    strides = torch.empty(stored.shape, device="meta").stride()
-    return torch.tensor([], dtype=stored.dtype).set_(storage, stored.start // width, stored.shape, strides)
+    strides = tuple(torch.empty(stored.shape, device="meta").stride())
+    return torch.tensor([], dtype=stored.dtype).set_(storage, stored.start // width, tuple(stored.shape), strides)

@@ -111,10 +111,12 @@ class LanguageStudent(nn.Module):
             ).last_hidden_state
         loss, divergence, cross_entropy = self.model.get_output_embeddings()(hidden, lesson)
         features = hidden.new_zeros((), dtype=torch.float32)
-        left_out = ~lesson.counts.to(hidden.device, non_blocking=True) if self._blocks else None
+        if not self._blocks:
+            return LessonSums(loss, divergence, cross_entropy, features)
+        left_out = ~lesson.counts.to(hidden.device, non_blocking=True)
         # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
         for number, name in enumerate(self._blocks):
             ours = self.projections[number](captured[name].flatten(0, 1))
             distances = mean_squared_error(ours, lesson.features[number])
             features = features + distances.masked_fill(left_out, 0).sum()
-        return LessonSums(loss, divergence, cross_entropy, features / max(len(self._blocks), 1))
+        return LessonSums(loss, divergence, cross_entropy, features / len(self._blocks))

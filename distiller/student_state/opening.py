@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from accelerate import Accelerator
 from torch import nn
@@ -13,7 +15,7 @@ from distiller.student_state.plain import PlainState
 from distiller.student_state.zero3 import Zero3State
 from distiller.student_state.zero12 import Zero12State
 
-STATES: dict[str, type[StudentState]] = {
+STATES: dict[str, Callable[[Accelerator, nn.Module, torch.optim.Optimizer], StudentState]] = {
     "single": PlainState,
     "ddp": PlainState,
     "fsdp1": Fsdp1State,

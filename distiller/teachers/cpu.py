@@ -142,7 +142,8 @@ class _WideModules:
 
 
 def _widen_unit(sources: list, unit: int, buffer: Tensor) -> None:
-    _widen(*sources[unit], buffer)
+    ours, theirs, source = sources[unit]
+    _widen(ours, theirs, source, buffer)
 
 
 def _widen(ours, theirs, source: Tensor, buffer: Tensor) -> None:

@@ -27,6 +27,10 @@ class BatchNorm(nn.Module):
         is_frozen: normalises by the running statistics in training too; scale and shift are trained.
     """
 
+    running_mean: Tensor
+    running_var: Tensor
+    num_batches_tracked: Tensor
+
     def __init__(self, layer: nn.BatchNorm1d | nn.BatchNorm2d, is_frozen: bool) -> None:
         super().__init__()
         self.eps, self.momentum, self.is_frozen = layer.eps, layer.momentum, is_frozen
@@ -38,7 +42,7 @@ class BatchNorm(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """[B, C, ...] -> the same shape and dtype; counts a batch and moves the statistics where it learns them."""
         mean, variance = self.running_mean, self.running_var
-        weight, bias = (None if tensor is None else tensor.to(mean.dtype) for tensor in (self.weight, self.bias))
+        weight, bias = (None if tensor is None else tensor.to(dtype=mean.dtype) for tensor in (self.weight, self.bias))
         if self.is_frozen or not self.training:
             return F.batch_norm(input, mean, variance, weight, bias, False, 0.0, self.eps)
         self.num_batches_tracked.add_(1)

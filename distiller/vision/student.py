@@ -11,7 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from distiller.capture import capture_outputs
 from distiller.classification_config import ClassificationStudent
@@ -211,7 +211,7 @@ class DistilledClassifier(nn.Module):
     """
 
     def __init__(
-        self, model: nn.Module, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
+        self, model: PreTrainedModel, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
     ) -> None:
         """`blocks`: of each matched one its name, what it gives for one picture, and what the teacher's gives."""
         super().__init__()

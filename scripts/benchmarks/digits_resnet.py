@@ -38,6 +38,7 @@ def main() -> None:
     print(f"runs are in {folder}")
     print("| training pictures | learnt from | accuracy | spread | of the teacher's | agreement |")
     print("| --- | --- | --- | --- | --- | --- |")
+    reports: list[dict[str, Any]] = []
     for samples in arguments.samples:
         for name, alpha in ALPHAS.items():
             reports = []
