@@ -15,6 +15,12 @@ from huggingface_hub.errors import (
 
 from distiller.errors import UserError
 
+OTHER_FORMS = (
+    *("*.bin", "*.ckpt", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
+    *("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema.*", "*.non_ema-*"),
+)
+"""Files that are never read: pickles, other frameworks', and the variants that lie beside a model's own weights."""
+
 
 def looks_like_hub_id(name: str) -> bool:
     """Whether a recipe's path can only mean the hub, where no such folder is there."""
@@ -23,7 +29,7 @@ def looks_like_hub_id(name: str) -> bool:
 
 
 def download(section: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:
-    """Makes the files that match present, and returns the folder that holds them.
+    """Makes the files that match and are not `OTHER_FORMS` present, and returns the folder that holds them.
 
     Args:
         section: of the recipe, whose `path` and `revision` these are.
@@ -33,7 +39,9 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
     """
     offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
     try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+        return Path(
+            snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(OTHER_FORMS))
+        )
     except GatedRepoError as error:
         raise UserError(
             f"{section}.path: {name} is gated: accept its terms on the hub and log in with `hf auth login`; {offline}"

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import WanTransformer3DModel
+from huggingface_hub.utils import filter_repo_objects
 
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork
 from distiller.diffusion.wan.short_text import install_short_text
+from distiller.hub import OTHER_FORMS
 from distiller.teacher_config import Teacher
 from distiller.teachers.base import Request
 from distiller.teachers.opening import open_teacher
@@ -122,3 +124,16 @@ def test_weights_and_answers_are_those_of_from_pretrained(pipeline, dtype):
         )[0]
     assert torch.equal(answer, expected)
     teacher.close()
+
+
+def test_of_a_hub_s_many_weights_the_ones_that_are_read_are_fetched():
+    repository = [
+        *("unet/config.json", "unet/diffusion_pytorch_model.safetensors", "unet/diffusion_pytorch_model.bin"),
+        *("unet/diffusion_pytorch_model.fp16.safetensors", "unet/diffusion_pytorch_model.non_ema.safetensors"),
+        *("text_encoder/model.safetensors", "text_encoder/model.fp16-00001-of-00002.safetensors"),
+        *("text_encoder/model.safetensors.index.fp16.json", "tokenizer/merges.txt", "tokenizer/spiece.model"),
+    ]
+    assert list(filter_repo_objects(repository, ignore_patterns=list(OTHER_FORMS))) == [
+        *("unet/config.json", "unet/diffusion_pytorch_model.safetensors", "text_encoder/model.safetensors"),
+        *("tokenizer/merges.txt", "tokenizer/spiece.model"),
+    ]
