@@ -11,7 +11,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,20 +53,55 @@ class Stage:
         """
         if is_maker and not self.is_complete:
             self.parent.mkdir(parents=True, exist_ok=True)
-            with FileLock(self.folder.with_name(f".{self.folder.name}.lock")):
+            with self._lock():
                 if not self.is_complete:
                     make()
         self.wait()
+
+    @contextmanager
+    def made_by_all(self, is_main: bool, run: str) -> Iterator[bool]:
+        """For a stage that all ranks of a run make together, one run at a time: whether there is still work to do.
+
+        The same on every rank, if the body begins with a collective. Rank 0 holds the stage's lock as long as the body
+        takes, and says in a file whose turn it is; no collective could time out while another run works.
+
+        Args:
+            run: a name that no other run has, the same on every rank.
+        """
+        turn = self.folder.with_name(f".{self.folder.name}.turn")
+        if not is_main:
+            while not self.is_complete and not _says(turn, run):
+                time.sleep(0.1)
+            yield not self.is_complete
+            return
+        self.parent.mkdir(parents=True, exist_ok=True)
+        with self._lock():
+            is_missing = not self.is_complete
+            if is_missing:
+                self.partial.mkdir(parents=True, exist_ok=True)
+                turn.write_text(run, encoding="utf-8")
+            yield is_missing
+            turn.unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
         os.replace(self.partial, self.folder)
 
+    def _lock(self) -> FileLock:
+        return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
+
     def wait(self, poll_s: float = 0.1) -> None:
         """Waits until another process has finished."""
         while not self.is_complete:
             time.sleep(poll_s)
+
+
+def _says(file: Path, text: str) -> bool:
+    try:
+        return file.read_text(encoding="utf-8") == text
+    except FileNotFoundError:
+        return False
 
 
 def digest_of(value: Any) -> str:

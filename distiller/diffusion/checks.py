@@ -58,6 +58,22 @@ def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
             raise UserError(f"{key} is {scale:g} and the teacher has one transformer; remove it")
 
 
+def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
+    """What is said where the student learns another guidance than the teacher draws with, by which it is judged."""
+    guidance, sampling = recipe.task.guidance, recipe.sampling
+    if guidance.scale is None or isinstance(guidance.scale, tuple):
+        return []
+    pairs = [("scale", guidance.scale, "guidance_scale", sampling.scales[0])]
+    if guidance.scale_2 is not None:
+        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", sampling.scales[1]))
+    return [
+        f"task.guidance.{key} is {learnt:g} and sampling.{other} {drawn:g}: rollout, samples and evaluation have the "
+        "teacher draw at the second, and the student learns the first; set both alike to compare them"
+        for key, learnt, other, drawn in pairs
+        if learnt != drawn
+    ]
+
+
 def check_judge(recipe: DiffusionRecipe) -> None:
     """The judge of digits looks at pictures of one size."""
     size = recipe.task.height, recipe.task.width

@@ -50,10 +50,11 @@ def draw(
         trajectory = Trajectory(latents, scheduler.timesteps.float(), [], [])
         for timestep in scheduler.timesteps:
             point = process.model_input(scheduler, trajectory.latents, timestep)
-            prediction = predict(point, timestep)
+            # Schedulers of Euler's kind give latents in the prediction's dtype, and 16 bits add up over the steps.
+            prediction = predict(point, timestep).float()
             if keep_points:
                 trajectory.points.append(point.cpu())
-                trajectory.predictions.append(prediction.float().cpu())
+                trajectory.predictions.append(prediction.cpu())
             stepped = scheduler.step(prediction, timestep, trajectory.latents, return_dict=False, **options)
             trajectory.latents = stepped[0]
     return trajectory

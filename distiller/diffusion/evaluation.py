@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,10 @@ from tqdm import tqdm
 
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
-from distiller.diffusion.family import Family
+from distiller.diffusion.family import TEXT, Family
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.samples import student_predictor, student_scale
+from distiller.diffusion.samples import draw_student, student_predictor, student_scales
 from distiller.diffusion.text import embed
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.teachers.base import Request, Teacher
@@ -30,6 +30,37 @@ from distiller.teachers.base import Request, Teacher
 NUM_BANDS = 4
 Judge = Callable[[np.ndarray], np.ndarray]
 """uint8 pictures [N, H, W, 3] -> the label of each, [N]."""
+
+
+@dataclass(frozen=True)
+class Embedded:
+    """What the prompts of each batch became, on the CPU, and the negative prompt."""
+
+    batches: tuple[Mapping[str, Tensor], ...]
+    negative: Mapping[str, Tensor]
+
+
+def embed_prompts(
+    family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> Embedded:
+    """Embeds in batches of `evaluation.batch_size`; what embeds has left memory afterwards."""
+    embedded = _embed(family, recipe, prompts, dtype, device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return embedded
+
+
+def _embed(
+    family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
+) -> Embedded:
+    encoder, length = family.load_text_encoder(dtype, device), family.text_length(recipe.task)
+    size = recipe.evaluation.batch_size
+
+    def on_cpu(texts: Sequence[str]) -> dict[str, Tensor]:
+        return {name: value.cpu() for name, value in embed(family, encoder, texts, length).items()}
+
+    batches = tuple(on_cpu(prompts[first : first + size]) for first in range(0, len(prompts), size))
+    return Embedded(batches, on_cpu([recipe.task.guidance.negative_prompt]))
 
 
 @dataclass(frozen=True)
@@ -46,7 +77,7 @@ class Pair:
 
 def compare(
     pair: Pair,
-    prompts: Sequence[str],
+    embedded: Embedded,
     labels: Sequence[int] | None,
     judge: Judge | None,
     dtype: torch.dtype,
@@ -60,36 +91,40 @@ def compare(
         the share of recognised pictures of each.
     """
     recipe, family, process = pair.recipe, pair.family, pair.process
-    encoder, length = family.load_text_encoder(dtype, device), family.text_length(recipe.task)
-    negative = embed(family, encoder, [recipe.task.guidance.negative_prompt], length)
     pipeline = family.load_pipeline(pair.student)
     pipeline.set_progress_bar_config(disable=True)
     vae, errors = family.load_vae(device), _Errors(process)
     shape = family.latent_shape(recipe.task.num_frames, recipe.task.height, recipe.task.width)
     final_errors: list[float] = []
     recognised: dict[str, list[bool]] = {"teacher": [], "student": []}
-    conditions: Conditions | None = None
-    size = recipe.evaluation.batch_size
-    for first in tqdm(range(0, len(prompts), size), desc="evaluate", unit="batch", dynamic_ncols=True):
-        part = range(first, min(first + size, len(prompts)))
-        positive = embed(family, encoder, [prompts[i] for i in part], length)
-        conditions = Conditions.make(recipe.seed, "evaluation", part, shape, positive, negative, device)
+    speed: dict[str, float] = {}
+    first = 0
+    for positive in tqdm(embedded.batches, desc="evaluate", unit="batch", dynamic_ncols=True):
+        part = range(first, first + len(positive[TEXT]))
+        first = part.stop
+        conditions = Conditions.make(recipe.seed, "evaluation", part, shape, positive, embedded.negative, device)
         theirs = _teacher_trajectory(pair, conditions, errors)
-        ours = family.draw(pipeline, conditions, recipe, student_scale(recipe))
+        scale, low_noise_scale = student_scales(recipe)
+        if scale == low_noise_scale:
+            ours = family.draw(pipeline, conditions, recipe, scale)
+        else:
+            # The pipeline of one network has one scale.
+            ours = draw_student(pair.network, pair.student, process, recipe, conditions)
         final_errors += (ours - theirs).square().flatten(1).mean(1).tolist()
         if judge is not None and labels is not None:
             wanted = np.asarray([labels[i] for i in part])
             for name, latents in (("teacher", theirs), ("student", ours)):
                 recognised[name] += (judge(vae.decode(latents)[:, 0]) == wanted).tolist()
-    assert conditions is not None
+        # Of the first batch: the last may be smaller.
+        speed = speed or _speed(pair, conditions, device)
     report: dict[str, Any] = {
-        "num_samples": len(prompts),
+        "num_samples": first,
         "num_inference_steps": recipe.sampling.num_inference_steps,
         f"{process.quantity}_mse": errors.by_band(),
         f"{process.quantity}_mse_last_step": errors.last_step(),
         f"{process.quantity}_relative": errors.relative(),
         "final_latent_mse": sum(final_errors) / len(final_errors),
-        **_speed(pair, conditions, device),
+        **speed,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "teacher_dtype": str(dtype).removeprefix("torch."),
     }
@@ -135,8 +170,7 @@ def _teacher_trajectory(pair: Pair, conditions: Conditions, errors: _Errors) -> 
     sampling, count = pair.recipe.sampling, len(conditions.noise)
     predict = guided_predictor(pair.teacher, pair.network, range(count), conditions, sampling.scales)
     trajectory = draw(predict, pair.process, conditions, sampling.num_inference_steps, keep_points=True)
-    architecture, scale = pair.family.architecture, student_scale(pair.recipe)
-    student_predict = student_predictor(architecture, pair.student, conditions, scale)
+    student_predict = student_predictor(pair.network, pair.student, conditions, student_scales(pair.recipe))
     with torch.no_grad():
         for step, timestep in enumerate(trajectory.timesteps):
             ours = student_predict(trajectory.points[step].to(timestep.device), timestep)
@@ -151,7 +185,7 @@ def _speed(pair: Pair, conditions: Conditions, device: torch.device) -> dict[str
     times = torch.full((count,), 500.0, device=device)
     inputs = inputs_of(conditions.noise, times, conditions.positive, None)
     request = Request(tuple(range(count)), inputs, (PREDICTION,), pair.network.route([500.0] * count))
-    predict = student_predictor(pair.family.architecture, pair.student, conditions, scale=1.0)
+    predict = student_predictor(pair.network, pair.student, conditions, (1.0, 1.0))
     with torch.no_grad():
         teacher_ms = _median_ms(lambda: pair.teacher.predict([request]), device)
         student_ms = _median_ms(lambda: predict(conditions.noise, times[0]), device)

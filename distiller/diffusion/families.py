@@ -22,7 +22,8 @@ def find_pipeline(teacher: Teacher) -> Family:
     location = locate(teacher)
     index = read_index(location)
     kind = index.get("_class_name")
-    if kind not in FAMILIES:
+    # Of a custom pipeline it is a list.
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"teacher.path: {location.given} is a {kind}; task diffusion distils {', '.join(FAMILIES)}")
     module, name = FAMILIES[kind]
     family: type[Family] = getattr(import_module(module), name)

@@ -37,7 +37,7 @@ class FlowMatching(NoiseProcess):
         return noise - latents
 
     def key(self) -> dict[str, Any]:
-        return {"shift": self.auto_shift}
+        return {"shift": self.auto_shift, "num_train_timesteps": self.num_train_timesteps}
 
     def load_scheduler(self) -> Any:
         return load_scheduler(self._files)

@@ -30,7 +30,7 @@ class DiffusionNetwork(Network):
     """
 
     def __init__(self, family: Family, max_sequence_length: int) -> None:
-        self._files, self._architecture = family.files, family.architecture
+        self._files, self.architecture = family.files, family.architecture
         self._max_sequence_length = max_sequence_length
         self.origin = f"teacher.path: {self._files.source}"
         self.module_names = tuple(self._files.configs)
@@ -46,7 +46,7 @@ class DiffusionNetwork(Network):
         return () if boundary is None else tuple(0 if t >= boundary else 1 for t in timesteps)
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
-        model_class = self._architecture.model_class
+        model_class = self.architecture.model_class
         with init_empty_weights():
             model = model_class.from_config(self._files.configs[name])
         # As from_pretrained does: these stay in float32 whatever dtype is asked for.
@@ -61,14 +61,14 @@ class DiffusionNetwork(Network):
                 if buffer is not None and f"{path}.{attribute}".lstrip(".") in saved:
                     kept = dtype if buffer.is_floating_point() else buffer.dtype
                     module._buffers[attribute] = buffer.to(device="meta", dtype=kept)
-        self._architecture.prepare(model, self._max_sequence_length)
+        self.architecture.prepare(model, self._max_sequence_length)
         return model.eval()
 
     def weight_files(self, name: str) -> list[Path]:
         return model_files(self._files.fetch(name) / name)
 
     def block_names(self, name: str) -> tuple[str, ...]:
-        return self._architecture.block_names(self._files.configs[name])
+        return self.architecture.block_names(self._files.configs[name])
 
     def calls(self, request: Request) -> list[Call]:
         conditional = tuple(name for name in request.wanted if name != UNCONDITIONAL)
@@ -83,7 +83,7 @@ class DiffusionNetwork(Network):
         return calls
 
     def run(self, module: nn.Module, call: Call) -> Outputs:
-        architecture, inputs = self._architecture, dict(call.inputs)
+        architecture, inputs = self.architecture, dict(call.inputs)
         dtype = next(iter(architecture.entry(module).parameters())).dtype
         latents, timesteps = inputs.pop("latents").to(dtype), inputs.pop("timesteps")
         names, blocks = self.block_names(call.module), []

@@ -108,7 +108,8 @@ def draw_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample
         sigma = draws.uniform(seed, epoch, sample_id, "sigma")
     else:
         value = timesteps.logit_mean + timesteps.logit_std * draws.normal(seed, epoch, sample_id, "sigma")
-        sigma = 1 / (1 + math.exp(-value))
+        # Below, exp overflows, and the bound beneath applies anyway.
+        sigma = 1 / (1 + math.exp(-max(value, -700.0)))
     # The end points are outside every model's schedule; float32 timesteps must not round to them either.
     sigma = min(max(sigma, 1e-4), 1 - 1e-4)
     return shift * sigma / (1 + (shift - 1) * sigma)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+import uuid
 from dataclasses import dataclass
 
 import torch
@@ -83,26 +84,41 @@ class RolloutPlan:
         return Stage("rollout", key, self.recipe.stages_dir)
 
 
-def roll_out(
-    plan: RolloutPlan,
-    stage: Stage,
-    accelerator: Accelerator,
-    teacher: Teacher,
-    network: DiffusionNetwork,
-    family: Family,
-    process: NoiseProcess,
-    text: TextStore,
-    negative_prompt_index: int,
-) -> None:
+@dataclass(frozen=True)
+class Drawing:
+    """What draws, and by what."""
+
+    plan: RolloutPlan
+    accelerator: Accelerator
+    teacher: Teacher
+    network: DiffusionNetwork
+    family: Family
+    process: NoiseProcess
+    text: TextStore
+    negative_prompt_index: int
+
+
+def roll_out(drawing: Drawing, stage: Stage) -> None:
     """Draws all samples, the ranks sharing the work, and finishes the stage. Communicates.
 
     A shard is one batch of `rollout.batch_size` samples, whatever the number of ranks, so its content does not depend
-    on it. Shards that an earlier, interrupted run of the same key left are kept.
+    on it. Shards that an earlier, interrupted run of the same key left are kept; another run that draws the same now is
+    waited for.
     """
+    run = [uuid.uuid4().hex]
+    broadcast_object_list(run)
+    with stage.made_by_all(drawing.accelerator.is_main_process, run[0]) as is_missing:
+        if is_missing:
+            _roll_out(drawing, stage)
+        else:
+            drawing.accelerator.print(f"rollout: reusing {stage.folder}, which another run has drawn meanwhile")
+
+
+def _roll_out(drawing: Drawing, stage: Stage) -> None:
+    plan, accelerator = drawing.plan, drawing.accelerator
     recipe, world_size, rank = plan.recipe, accelerator.num_processes, accelerator.process_index
     size = recipe.rollout.batch_size
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
-    stage.partial.mkdir(parents=True, exist_ok=True)
     missing = [[number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]]
     broadcast_object_list(missing)
     rounds = -(-len(missing[0]) // world_size)
@@ -124,9 +140,7 @@ def roll_out(
             mine = turn * world_size + rank
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
             number = missing[0][min(mine, len(missing[0]) - 1)]
-            tensors = _draw_shard(
-                plan, shards[number], accelerator, teacher, network, family, process, text, negative_prompt_index
-            )
+            tensors = _draw_shard(drawing, shards[number])
             if mine < len(missing[0]):
                 temporary = stage.partial / f".{_shard_name(number)}.{rank}"
                 save_file(tensors, temporary)
@@ -146,26 +160,17 @@ def _shard_name(number: int) -> str:
     return f"rollout-{number:06d}.safetensors"
 
 
-def _draw_shard(
-    plan: RolloutPlan,
-    sample_ids: range,
-    accelerator: Accelerator,
-    teacher: Teacher,
-    network: DiffusionNetwork,
-    family: Family,
-    process: NoiseProcess,
-    text: TextStore,
-    negative_prompt_index: int,
-) -> dict[str, torch.Tensor]:
-    recipe, length = plan.recipe, family.text_length(plan.recipe.task)
+def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
+    plan, family, text, recipe = drawing.plan, drawing.family, drawing.text, drawing.plan.recipe
+    length = family.text_length(recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
     positive = family.stack([text[index] for index in prompt_index], length)
-    negative = family.stack([text[negative_prompt_index]], length)
+    negative = family.stack([text[drawing.negative_prompt_index]], length)
     conditions = Conditions.make(
-        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, accelerator.device
+        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.accelerator.device
     )
-    predict = guided_predictor(teacher, network, sample_ids, conditions, recipe.sampling.scales)
-    trajectory = draw(predict, process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)
+    predict = guided_predictor(drawing.teacher, drawing.network, sample_ids, conditions, recipe.sampling.scales)
+    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

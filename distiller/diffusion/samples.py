@@ -36,10 +36,13 @@ def load_student(architecture: Architecture, run_dir: Path, max_sequence_length:
     return model.eval().requires_grad_(False).to(device)
 
 
-def student_scale(recipe: DiffusionRecipe) -> float:
-    """The guidance scale at which the student draws: 1 when it has learnt guided predictions, else the teacher's."""
+def student_scales(recipe: DiffusionRecipe) -> tuple[float, float]:
+    """The guidance scales at which the student draws where the teacher's first network predicts, and its second.
+
+    1 when it has learnt guided predictions, else the teacher's.
+    """
     learnt = recipe.task.guidance.scale is not None or recipe.task.targets == "stored"
-    return 1.0 if learnt else recipe.sampling.guidance_scale
+    return (1.0, 1.0) if learnt else recipe.sampling.scales
 
 
 def draw_teacher(
@@ -51,15 +54,21 @@ def draw_teacher(
 
 
 def draw_student(
-    architecture: Architecture, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
+    network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
 ) -> Tensor:
-    """The student's latents [B, C, F, H, W], in float32."""
-    predict = student_predictor(architecture, student, conditions, student_scale(recipe))
+    """The student's latents [B, C, F, H, W], in float32; `network` is the teacher's."""
+    predict = student_predictor(network, student, conditions, student_scales(recipe))
     return draw(predict, process, conditions, recipe.sampling.num_inference_steps).latents
 
 
-def student_predictor(architecture: Architecture, student: Any, conditions: Conditions, scale: float) -> Predict:
-    """The student as the pipeline's loop sees it."""
+def student_predictor(
+    network: DiffusionNetwork, student: Any, conditions: Conditions, scales: tuple[float, float]
+) -> Predict:
+    """The student as the pipeline's loop sees it, guided by the first scale where the teacher's first network predicts.
+
+    A student of two experts is one network, and has learnt from both what they say without guidance.
+    """
+    architecture = network.architecture
     positive = {name: value.to(student.dtype) for name, value in conditions.positive.items()}
     negative = expanded(
         {name: value.to(student.dtype) for name, value in conditions.negative.items()}, len(conditions.noise)
@@ -67,6 +76,8 @@ def student_predictor(architecture: Architecture, student: Any, conditions: Cond
 
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:
         times = timestep.float().expand(len(latents))
+        modules = network.route([float(timestep)])
+        scale = scales[modules[0] if modules else 0]
         conditional = architecture.forward(student, latents, times, positive)
         if scale <= 1:
             return conditional

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from distiller.data.images import find_images
@@ -19,7 +20,7 @@ from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.noising import NoisedData
-from distiller.diffusion.rollout import RolloutPlan, roll_out
+from distiller.diffusion.rollout import Drawing, RolloutPlan, roll_out
 from distiller.diffusion.text import TextStore, encode_prompts, text_stage
 from distiller.diffusion.vae import encode_images
 from distiller.diffusion_config import DiffusionRecipe
@@ -68,13 +69,19 @@ class Source:
         # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
         self._sample_stage = self._encode(accelerator, list(recipe.evaluation.sample_prompts) or [""], dtype)
         self._rollout_stage: Stage | None = None
+        if recipe.data.kind == "images":
+            # Before the teacher is there: the VAE's activations are large.
+            self._encode_images(accelerator)
         if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
             return False
-        plan = self._plan()
-        self._rollout_stage = plan.stage(self._family, self._text_stage, dtype)
-        if self._rollout_stage.is_complete:
+        self._rollout_stage = self._plan().stage(self._family, self._text_stage, dtype)
+        # Asked once for all ranks: another run may be finishing it.
+        is_complete = [self._rollout_stage.is_complete]
+        broadcast_object_list(is_complete)
+        if is_complete[0]:
             accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
-        return not self._rollout_stage.is_complete
+        self._is_drawn = is_complete[0]
+        return not self._is_drawn
 
     def key(self, dtype: torch.dtype) -> dict[str, Any]:
         """What embeddings and latents depend on, for JSON. Reads files for their digests, and no weights."""
@@ -160,34 +167,32 @@ class Source:
         if recipe.data.kind == "latents":
             return LatentStore(local_path(recipe.data.path))
         if recipe.data.kind == "images":
-            return LatentStore(self._encode_images(accelerator).folder)
+            return LatentStore(self._image_stage().folder)
         stage = self._rollout_stage
         if stage is None:
             return None
-        if not stage.is_complete:
+        if not self._is_drawn:
             assert teacher is not None, "prepare said that a teacher is needed"
-            negative_row = self._row[recipe.task.guidance.negative_prompt]
-            roll_out(
+            drawing = Drawing(
                 self._plan(),
-                stage,
                 accelerator,
                 teacher,
                 self._network,
                 self._family,
                 self._process,
                 self._text,
-                negative_row,
+                self._row[recipe.task.guidance.negative_prompt],
             )
+            roll_out(drawing, stage)
         return LatentStore(stage.folder)
 
-    def _encode_images(self, accelerator: Accelerator) -> Stage:
+    def _encode_images(self, accelerator: Accelerator) -> None:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
             encode_images(stage, self._images, self._family.load_vae(accelerator.device), task.height, task.width)
 
         stage.make_once(accelerator.is_local_main_process, make)
-        return stage
 
     def _image_stage(self) -> Stage:
         images, size = self._images, (self._recipe.task.height, self._recipe.task.width)

@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
+from distiller.raw_columns import RawColumns
 from distiller.stages import Stage, digest_of
 
 EMBEDS_FILE = "embeds.safetensors"
@@ -43,19 +44,23 @@ def encode_prompts(
     device: torch.device,
     batch_size: int = 64,
 ) -> None:
-    """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node."""
+    """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node.
+
+    Embeddings go to the disk batch by batch: of a large text encoder they are megabytes a prompt.
+    """
     pipeline = family.load_text_encoder(dtype, device)
-    rows: list[Condition] = []
     starts = range(0, len(prompts), batch_size)
-    with tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False) as bar:
+    with (
+        RawColumns(stage.partial) as columns,
+        tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False) as bar,
+    ):
         for start in bar:
-            part = family.embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"])
-            rows += [{name: value.cpu() for name, value in one.items()} for one in part]
-    stage.partial.mkdir(parents=True, exist_ok=True)
-    texts = [one[TEXT] for one in rows]
-    tensors = {TOKENS: torch.cat(texts), LENGTHS: torch.tensor([len(text) for text in texts])}
-    tensors |= {name: torch.stack([one[name] for one in rows]) for name in rows[0] if name != TEXT}
-    save_file(tensors, stage.partial / EMBEDS_FILE)
+            for one in family.embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"]):
+                columns.append(LENGTHS, torch.tensor([len(one[TEXT])]))
+                columns.append(TOKENS, one[TEXT].cpu())
+                for name in one.keys() - {TEXT}:
+                    columns.append(name, one[name].cpu().unsqueeze(0))
+        save_file(columns.mapped(), stage.partial / EMBEDS_FILE)
     stage.finish()
 
 

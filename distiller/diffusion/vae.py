@@ -18,6 +18,8 @@ from distiller.stages import Stage
 
 MAX_POSITIONS = 4096
 """Latent positions that are decoded at once: one 512 x 512 picture."""
+MAX_PIXELS = 2**20
+"""Pixels that are encoded at once: one 1,024 x 1,024 picture, whose first activations take some GiB."""
 
 
 class Vae(ABC):
@@ -28,8 +30,9 @@ class Vae(ABC):
 
     def encode(self, pixels: Tensor) -> Tensor:
         """[B, 3, F, H, W] in [-1, 1] -> normalised latents [B, C, f, h, w], float32: the posterior's mode."""
+        parts = pixels.split(max(1, MAX_PIXELS // pixels[0, 0].numel()))
         with torch.no_grad():
-            return self.to_latents(pixels.to(self._device))
+            return torch.cat([self.to_latents(part.to(self._device)) for part in parts])
 
     def decode(self, latents: Tensor) -> np.ndarray:
         """Normalised latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]; a few at a time, since pixels take memory."""

@@ -50,6 +50,11 @@ class VariancePreserving(NoiseProcess):
                 f"{' with use_flow_sigmas' if config.get('use_flow_sigmas') else ''}; distilled are "
                 f"{' and '.join(QUANTITIES)}"
             )
+        if config.get("timestep_type", "discrete") != "discrete":
+            raise UserError(
+                f"teacher.path: {given}: the scheduler's timestep_type is {config['timestep_type']}, so that the "
+                "network's time is no step of its training; distilled are discrete ones"
+            )
         self.prediction_type, self.quantity = predicted, QUANTITIES[predicted]
         self._alphas: list[float] = self.load_scheduler().alphas_cumprod.double().tolist()
         self.num_train_timesteps = len(self._alphas)

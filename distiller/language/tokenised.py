@@ -19,12 +19,12 @@ from tqdm import tqdm
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
 from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
+from distiller.raw_columns import RawColumns
 from distiller.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
 DIGEST_FILE = "digest.txt"
 """What the tokens are, whatever made them: a chat template may write the date, which no key knows."""
-_RAW = {"tokens": torch.int32, "learnt": torch.bool}
 
 
 def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, max_samples: int | None) -> None:
@@ -34,43 +34,30 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
 
     Raises UserError for what is wrong with a document, and for a corpus without any.
     """
-    stage.partial.mkdir(parents=True, exist_ok=True)
     try:
-        tensors = _write_raw(stage.partial, tokenizer.tokenise(documents_of(corpus, max_samples)))
+        with RawColumns(stage.partial) as columns:
+            about = _append(columns, tokenizer.tokenise(documents_of(corpus, max_samples)))
+            save_file(columns.mapped() | about, stage.partial / TOKENS_FILE)
     except BaseException:
         shutil.rmtree(stage.partial)
         raise
-    save_file(tensors, stage.partial / TOKENS_FILE)
-    for name in _RAW:
-        (stage.partial / name).unlink()
     (stage.partial / DIGEST_FILE).write_text(digest_files([stage.partial / TOKENS_FILE]), encoding="utf-8")
     stage.finish()
 
 
-def _write_raw(folder: Path, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
-    """The store's tensors, of which the large ones are the mapped content of files in the folder."""
+def _append(columns: RawColumns, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
+    """Adds the documents' tokens, and returns what is known of each document."""
     lengths, first_learnt, has_prompt = array("q"), array("q"), array("b")
-    with (
-        (folder / "tokens").open("wb") as tokens,
-        (folder / "learnt").open("wb") as learnt,
-        tqdm(desc="tokenise", unit="document", dynamic_ncols=True, leave=False) as bar,
-    ):
-        for document in documents:
-            tokens.write(document.tokens.tobytes())
-            learnt.write(document.learnt.tobytes())
-            lengths.append(len(document.tokens))
-            first_learnt.append(_first_learnt(document.learnt))
-            has_prompt.append(not document.learnt.all())
-            bar.update()
+    for document in tqdm(documents, desc="tokenise", unit="document", dynamic_ncols=True, leave=False):
+        columns.append("tokens", torch.from_numpy(document.tokens))
+        columns.append("learnt", torch.from_numpy(document.learnt))
+        lengths.append(len(document.tokens))
+        first_learnt.append(_first_learnt(document.learnt))
+        has_prompt.append(not document.learnt.all())
     if not lengths:
         raise UserError("data.path: there is no document that is not blank; give at least as many as one update takes")
-    ends = torch.tensor(lengths).cumsum(0)
     return {
-        **{
-            name: torch.from_file(str(folder / name), shared=False, size=int(ends[-1]), dtype=dtype)
-            for name, dtype in _RAW.items()
-        },
-        "ends": ends,
+        "ends": torch.tensor(lengths).cumsum(0),
         # The first token of all can be said by nobody: nothing comes before it.
         "first_learnt": torch.tensor(first_learnt),
         "has_prompt": torch.tensor(has_prompt).bool(),

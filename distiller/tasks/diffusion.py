@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
-from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes
+from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import guide
-from distiller.diffusion.evaluation import Pair, compare
+from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
@@ -67,6 +67,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
     def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+        for note in guidance_notes(self._recipe):
+            accelerator.print(f"note: {note}")
         return self._source.prepare(accelerator, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
@@ -215,9 +217,10 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
                     "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
                 ) from error
         student = load_student(self.family.architecture, run_dir, self._length, device)
+        embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         pair = Pair(self._recipe, self.family, self._process, self.network, teacher, student)
-        report = compare(pair, prompts, labels, judge, dtype, device)
+        report = compare(pair, embedded, labels, judge, dtype, device)
         teacher.close()
         ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
@@ -235,16 +238,19 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
         ids = range(len(prompts))
         conditions = Conditions.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
+        # Before the teacher's place is chosen by the memory that is free.
+        del encoder
         ours = self._draw_student(run_dir, conditions, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
         teacher.close()
         write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
 
     def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
-        architecture = self.family.architecture
-        student = load_student(architecture, run_dir, self._length, device)
-        return draw_student(architecture, student, self._process, self._recipe, conditions)
+        student = load_student(self.family.architecture, run_dir, self._length, device)
+        return draw_student(self.network, student, self._process, self._recipe, conditions)
 
     def _with_projections(self, model: Any) -> DistilledStudent:
         architecture, features, shape = self.family.architecture, self._task.losses.features, self._latent_shape

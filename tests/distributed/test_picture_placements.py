@@ -7,6 +7,7 @@ theirs.
 from __future__ import annotations
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -65,39 +66,52 @@ def requests_of(kind: str, rank: int, features: tuple[str, ...]) -> list[Request
     return requests
 
 
-def answers(kind: str, folder: Path, rank: int, case: str, options: dict[str, Any]) -> list[np.ndarray]:
+def answers(
+    kind: str,
+    folder: Path,
+    rank: int,
+    case: str,
+    options: dict[str, Any],
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> list[np.ndarray]:
     """All outputs of two steps."""
     network, placement = network_of(kind, folder), case.partition(",")[0]
     if placement == "cached":
-        asked = setup(torch.float32, placement="replicated")
+        asked = setup(dtype, device, placement="replicated")
         teacher: Any = FromFiles(open_teacher(network, asked), network, asked)
     else:
-        teacher = open_teacher(network, setup(torch.float32, placement=placement, **options))
+        teacher = open_teacher(network, setup(dtype, device, placement=placement, **options))
     names = network.block_names(network.module_names[0])
     features = tuple(f"features/{number}" for number in (0, len(names) - 1))
     try:
         return [
-            np.concatenate([outputs[name].float().flatten().numpy() for name in sorted(outputs)])
+            np.concatenate([outputs[name].float().flatten().cpu().numpy() for name in sorted(outputs)])
             for _ in range(2)
-            for outputs in teacher.predict(requests_of(kind, rank, features))
+            for outputs in teacher.predict([on_device(each, device) for each in requests_of(kind, rank, features)])
         ]
     finally:
         teacher.close()
+
+
+def on_device(request: Request, device: str) -> Request:
+    return replace(request, inputs={name: value.to(device) for name, value in request.inputs.items()})
 
 
 def cases_of(kind: str) -> dict[str, dict[str, Any]]:
     return CASES | {"custom, spread": {"device_map": SPREAD[kind]}}
 
 
-def answers_of_all(folder: Path) -> dict[str, Any]:
+def answers_of_all(folder: Path, on_gpu: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """On this rank, or the traceback of what went wrong."""
     from accelerate import PartialState
 
-    rank, results = PartialState(cpu=True).process_index, {}
+    state, results = PartialState(cpu=not on_gpu), {}
+    rank, device = state.process_index, str(state.device) if on_gpu else "cpu"
     for kind in toy_pictures.KINDS:
         for case, options in cases_of(kind).items():
             try:
-                results[kind, case] = answers(kind, folder, rank, case, options)
+                results[kind, case] = answers(kind, folder, rank, case, options, device, dtype)
             except Exception:
                 results[kind, case] = traceback.format_exc()
     return results

@@ -23,7 +23,7 @@ LAYERS = [
         "line_file",
     ],
     ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
-    ["stopping", "machines", "operator_locks", "hub", "durable"],
+    ["stopping", "machines", "operator_locks", "hub", "durable", "raw_columns"],
     ["teacher_config"],
     ["config"],
     ["classification_config", "diffusion_config", "language_config"],

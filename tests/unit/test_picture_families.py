@@ -163,6 +163,27 @@ def drawn_by_both(folder: Path, scale: float, steps: int) -> tuple[torch.Tensor,
     return ours.latents[:, :, 0], theirs, len(ours.points)
 
 
+@pytest.mark.parametrize("kind", ["FlowMatchEulerDiscreteScheduler", "EulerDiscreteScheduler", "DDIMScheduler"])
+def test_a_16_bit_teacher_draws_in_float32(tmp_path, kind):
+    """Schedulers of Euler's kind round each step's latents to the prediction's dtype, which the VAE then refuses."""
+    if kind.startswith("Flow"):
+        folder = toy_pictures.make_sd3(tmp_path / "pipeline")
+    else:
+        folder = toy_pictures.make_sd(tmp_path / "pipeline", scheduler=toy_pictures.make_scheduler(kind))
+    drawn = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        family, network, teacher = teacher_of(folder, dtype)
+        encoder = family.load_text_encoder(dtype, CPU)
+        positive, negative = embed(family, encoder, PROMPTS[:2], LENGTH), embed(family, encoder, [""], LENGTH)
+        conditions = Conditions.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+        predict = guided_predictor(teacher, network, (0, 1), conditions, (1.0, 1.0))
+        drawn[dtype] = draw(predict, family.noise_process(SHAPE), conditions, 20).latents
+        assert drawn[dtype].dtype == torch.float32
+        family.load_vae(CPU).decode(drawn[dtype])
+    ours, expected = drawn[torch.bfloat16], drawn[torch.float32]
+    assert 0 < ((ours - expected).norm() / expected.norm()).item() < 5e-3
+
+
 @pytest.mark.parametrize("scale", [1.0, 4.0])
 @pytest.mark.parametrize("options", [{"shift": 3.0}, {"use_dynamic_shifting": True, "base_image_seq_len": 2}])
 def test_drawing_with_sd3_equals_the_pipeline(tmp_path, options, scale):

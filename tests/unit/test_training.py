@@ -334,6 +334,7 @@ def test_video_latents_from_disk(make_recipe, tmp_path):
 
 def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
     folder = run(make_recipe(num_experts=2))
+    commands.evaluate(folder, ["evaluation.num_samples=4", "sampling.guidance_scale=4", "sampling.guidance_scale_2=2"])
     commands.evaluate(folder, ["evaluation.num_samples=4"])
     assert "final_latent_mse" in capsys.readouterr().out
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]

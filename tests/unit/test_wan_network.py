@@ -1,5 +1,7 @@
 """The teacher's answers equal plain forwards of the same weights, and drawing equals diffusers' own pipeline."""
 
+import shutil
+
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
@@ -9,6 +11,7 @@ from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.samples import student_predictor
 from distiller.diffusion.text import embed
 from distiller.teacher_config import Teacher
 from distiller.teachers import Request
@@ -104,6 +107,22 @@ def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
     ).frames
     torch.testing.assert_close(ours.latents, theirs, rtol=1e-4, atol=1e-5)
     assert len(ours.points) == len(ours.predictions) == 5
+
+
+def test_a_student_that_is_both_experts_draws_as_they_do_at_their_two_scales(pipelines, tmp_path):
+    folder = shutil.copytree(pipelines[2], tmp_path / "alike")
+    shutil.copytree(folder / "transformer", folder / "transformer_2", dirs_exist_ok=True)
+    family, network, teacher = teacher_of(folder)
+    student = WanTransformer3DModel.from_pretrained(folder, subfolder="transformer").eval()
+    family.architecture.prepare(student, 512)
+    encoder = family.load_text_encoder(torch.float32, CPU)
+    positive, negative = embed(family, encoder, ["a red cat sits"], 512), embed(family, encoder, [""], 512)
+    conditions = Conditions.make(0, "noise", (0,), (4, 1, 4, 4), positive, negative, CPU)
+    scales = (4.0, 2.5)
+    process = family.noise_process((4, 1, 4, 4))
+    ours = draw(student_predictor(network, student, conditions, scales), process, conditions, 5)
+    theirs = draw(guided_predictor(teacher, network, (0,), conditions, scales), process, conditions, 5)
+    torch.testing.assert_close(ours.latents, theirs.latents, rtol=1e-4, atol=1e-5)
 
 
 def test_a_closed_teacher_holds_nothing(pipelines):

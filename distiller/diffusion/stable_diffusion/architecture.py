@@ -49,6 +49,8 @@ class UNetArchitecture(Architecture):
                 "a picture beside the latents; give a text-to-image model"
             )
         for key, known in BLOCKS.items():
+            if not isinstance(config[key], list | tuple):
+                raise UserError(f"{origin}: {key} is {config[key]!r}; give a list of names")
             if other := [name for name in config[key] if name not in known]:
                 raise UserError(f"{origin}: {key} names {other[0]}; distilled are {', '.join(known)}")
         if config["mid_block_type"] not in ("UNetMidBlock2DCrossAttn", None):
