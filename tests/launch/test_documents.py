@@ -46,6 +46,10 @@ NOT_RUN = {
         "python scripts/benchmarks/pairs.py --launch ddp --launch fsdp2 --launch zero2 --launch zero3_offload "
         "--at-once 4",
     ],
+    "caching.md": [
+        "accelerate launch --config_file accelerate_configs/cpu.yaml scripts/benchmarks/cached_step.py digits-wan "
+        "teacher.cache=outputs/cache cache.draws=1",
+    ],
     "resuming.md": [
         "accelerate launch --config_file accelerate_configs/ddp.yaml scripts/benchmarks/checkpoints.py --model "
         "wan-1.3b",
