@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.diffusion.architecture import Architecture, LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -83,9 +84,16 @@ class Family(ABC):
     def text_key(self) -> dict[str, Any]:
         """What else than files, dtype and length embeddings depend on, for JSON."""
 
-    @abstractmethod
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
         """The pipeline with what embeds prompts, and nothing else. Reads those weights."""
+        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
+        # these are loaded by one rank alone, which would wait for the others for ever.
+        unset_hf_deepspeed_config()
+        return self._read_text_encoder(dtype, device)
+
+    @abstractmethod
+    def _read_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
+        """What `load_text_encoder` returns."""
 
     @abstractmethod
     def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -89,10 +88,7 @@ class StableDiffusionFamily(Family):
     def text_key(self) -> dict[str, Any]:
         return {}
 
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
-        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
-        # this one is loaded by one rank alone, which would wait for the others for ever.
-        unset_hf_deepspeed_config()
+    def _read_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
         pipeline = StableDiffusionPipeline.from_pretrained(
             self.files.fetch(*self.text_parts, "scheduler"),
             scheduler=VariancePreserving(self.files).load_scheduler(),

@@ -11,7 +11,6 @@ from accelerate import init_empty_weights
 from diffusers import StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -91,10 +90,7 @@ class SD3Family(Family):
     def text_key(self) -> dict[str, Any]:
         return {}
 
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
-        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
-        # these are loaded by one rank alone, which would wait for the others for ever.
-        unset_hf_deepspeed_config()
+    def _read_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
         pipeline = StableDiffusion3Pipeline.from_pretrained(
             self.files.fetch(*self.text_parts, "scheduler"),
             transformer=None,

@@ -10,7 +10,6 @@ from diffusers import WanPipeline
 from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
 from torch import Tensor
-from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -75,10 +74,7 @@ class WanFamily(Family):
     def text_key(self) -> dict[str, Any]:
         return {"cleaned_by_ftfy": is_ftfy_available()}
 
-    def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
-        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
-        # this one is loaded by one rank alone, which would wait for the others for ever.
-        unset_hf_deepspeed_config()
+    def _read_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
         pipeline = WanPipeline.from_pretrained(
             self.files.fetch(*self.text_parts, "scheduler"),
             transformer=None,
