@@ -164,10 +164,10 @@ def _caught(function: Any, *arguments: Any) -> Any:
 def _num_exchanges(settings: dict[str, str]) -> tuple[int, int]:
     """Reduce-scatters in the first and in the second micro-batch of an update."""
     trained, counts = Trained(settings), []
-    inputs = torch.ones(2, 4, 1, 4, 4), torch.ones(2), torch.ones(2, 5, toys.TEXT_DIM)
+    latents, timesteps, text = torch.ones(2, 4, 1, 4, 4), torch.ones(2), torch.ones(2, 5, toys.TEXT_DIM)
     for _ in range(ACCUMULATION):
         with CommDebugMode() as exchanges, trained.accelerator.accumulate(trained.student):
-            trained.accelerator.backward(trained.student(*inputs)[0].sum())
+            trained.accelerator.backward(trained.student(latents, timesteps, text=text)[0].sum())
         found = exchanges.get_comm_counts().items()
         counts.append(sum(count for operation, count in found if "reduce_scatter" in str(operation)))
     return counts[0], counts[1]

@@ -75,8 +75,8 @@ def test_two_processes_train_one_s_student(folder, reference, config, engine):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["cpu_2proc.yaml", "zero2.yaml", "zero3.yaml", "fsdp2.yaml"])
-def test_running_statistics_are_resumed_and_are_one_rank_s(folder, config):
-    """They differ from rank to rank; a checkpoint and the student have rank 0's, and so has the run that goes on."""
+def test_running_statistics_are_resumed(folder, config):
+    """They differ from rank to rank; a checkpoint and the student have rank 0's."""
     name = config.removesuffix(".yaml")
     options = ["student.batch_norm=batch", "train.batch_size=4", "train.ema_decay=0.9", "train.num_epochs=null"]
     whole = train(folder, f"{name}-whole", config, *options)
