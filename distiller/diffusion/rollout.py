@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import save_file
 from tqdm import tqdm
 
 from distiller.data.latents import PROMPTS_FILE
@@ -25,7 +24,8 @@ from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.text import TextStore
+from distiller.diffusion.shards import save_whole
+from distiller.diffusion.text import TextStore, answers_key
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
@@ -69,7 +69,7 @@ class RolloutPlan:
             "teacher": family.files.digest(*family.files.configs),
             "scheduler": family.files.scheduler_config,
             "boundary_ratio": family.files.boundary_ratio,
-            "text": {name: value for name, value in text_stage.key.items() if name != "prompts"},
+            "text": answers_key(text_stage),
             "prompts": digest_of(list(self.prompts)),
             "tf32": self.recipe.train.tf32,
             "dtype": str(dtype),
@@ -142,9 +142,7 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
             number = missing[0][min(mine, len(missing[0]) - 1)]
             tensors = _draw_shard(drawing, shards[number])
             if mine < len(missing[0]):
-                temporary = stage.partial / f".{_shard_name(number)}.{rank}"
-                save_file(tensors, temporary)
-                temporary.replace(stage.partial / _shard_name(number))
+                save_whole(tensors, stage.partial / _shard_name(number), writer=str(rank))
             bar.update()
     if accelerator.is_main_process:
         # Files, not a collective: the last shard of another rank may take longer than a collective's time-out.

@@ -8,17 +8,19 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
-from distiller.raw_columns import RawColumns
+from distiller.diffusion.shards import save_whole
 from distiller.stages import Stage, digest_of
 
-EMBEDS_FILE = "embeds.safetensors"
+FORMAT = 2
+"""Of the stage's files; another number is another key."""
 TOKENS, LENGTHS = "tokens", "lengths"
-"""Names in the file of all prompts' text, one after the other, and of how many rows each has."""
+"""Names in a shard of its prompts' text, one after the other, and of how many rows each has."""
+SHARD_PROMPTS = 256
+BATCH_PROMPTS = 64
 
 
 def text_stage(
@@ -26,6 +28,7 @@ def text_stage(
 ) -> Stage:
     """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
     key: dict[str, Any] = {
+        "format": FORMAT,
         "text_encoder": family.files.digest(*family.text_parts),
         "dtype": str(dtype),
         "tf32": tf32,
@@ -36,31 +39,35 @@ def text_stage(
     return Stage("text", key, parent)
 
 
+def answers_key(stage: Stage) -> dict[str, Any]:
+    """Of the stage's key, what a prompt's embedding depends on: not the other prompts, nor the files' layout."""
+    return {name: value for name, value in stage.key.items() if name not in ("prompts", "format")}
+
+
 def encode_prompts(
-    stage: Stage,
-    family: Family,
-    prompts: Sequence[str],
-    dtype: torch.dtype,
-    device: torch.device,
-    batch_size: int = 64,
+    stage: Stage, family: Family, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> None:
     """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node.
 
-    Embeddings go to the disk batch by batch: of a large text encoder they are megabytes a prompt.
+    Embeddings go to the disk shard by shard: of a large text encoder they are megabytes a prompt. An interrupted run
+    left whole shards, which are kept.
     """
-    pipeline = family.load_text_encoder(dtype, device)
-    starts = range(0, len(prompts), batch_size)
-    with (
-        RawColumns(stage.partial) as columns,
-        tqdm(starts, desc="encode prompts", unit="batch", dynamic_ncols=True, leave=False) as bar,
-    ):
-        for start in bar:
-            for one in family.embed(pipeline, prompts[start : start + batch_size], stage.key["max_sequence_length"]):
-                columns.append(LENGTHS, torch.tensor([len(one[TEXT])]))
-                columns.append(TOKENS, one[TEXT].cpu())
-                for name in one.keys() - {TEXT}:
-                    columns.append(name, one[name].cpu().unsqueeze(0))
-        save_file(columns.mapped(), stage.partial / EMBEDS_FILE)
+    length = stage.key["max_sequence_length"]
+    shards = [prompts[first : first + SHARD_PROMPTS] for first in range(0, len(prompts), SHARD_PROMPTS)]
+    stage.partial.mkdir(parents=True, exist_ok=True)
+    missing = [number for number in range(len(shards)) if not _shard(stage.partial, number).is_file()]
+    pipeline = family.load_text_encoder(dtype, device) if missing else None
+    with tqdm(total=len(prompts), desc="encode prompts", unit="prompt", dynamic_ncols=True, leave=False) as bar:
+        bar.update(len(prompts) - sum(len(shards[number]) for number in missing))
+        for number in missing:
+            conditions: list[Condition] = []
+            for first in range(0, len(shards[number]), BATCH_PROMPTS):
+                batch = shards[number][first : first + BATCH_PROMPTS]
+                conditions += [
+                    {name: value.cpu() for name, value in one.items()} for one in family.embed(pipeline, batch, length)
+                ]
+                bar.update(len(batch))
+            save_whole(_tensors_of(conditions), _shard(stage.partial, number))
     stage.finish()
 
 
@@ -73,17 +80,31 @@ class TextStore:
     """The encoded prompts of a finished stage: memory-mapped, unpadded."""
 
     def __init__(self, stage: Stage) -> None:
-        with safe_open(stage.folder / EMBEDS_FILE, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-        self._tokens = tensors.pop(TOKENS)
-        ends = tensors.pop(LENGTHS).cumsum(0).tolist()
-        self._spans = list(zip([0, *ends[:-1]], ends, strict=True))
-        self._others = tensors
+        self._shards: list[dict[str, Tensor]] = []
+        self._ends: list[list[int]] = []
+        while (path := _shard(stage.folder, len(self._shards))).is_file():
+            with safe_open(path, framework="pt") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            self._ends.append(tensors.pop(LENGTHS).cumsum(0).tolist())
+            self._shards.append(tensors)
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return sum(map(len, self._ends))
 
     def __getitem__(self, index: int) -> Condition:
         """What one prompt became; see `Condition`."""
-        start, end = self._spans[index]
-        return {TEXT: self._tokens[start:end], **{name: value[index] for name, value in self._others.items()}}
+        number, place = divmod(index, SHARD_PROMPTS)
+        ends, tensors = self._ends[number], self._shards[number]
+        start = ends[place - 1] if place else 0
+        others = {name: value[place] for name, value in tensors.items() if name != TOKENS}
+        return {TEXT: tensors[TOKENS][start : ends[place]], **others}
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"text-{number:06d}.safetensors"
+
+
+def _tensors_of(conditions: Sequence[Condition]) -> dict[str, Tensor]:
+    texts = [one[TEXT] for one in conditions]
+    tensors = {TOKENS: torch.cat(texts), LENGTHS: torch.tensor([len(text) for text in texts])}
+    return tensors | {name: torch.stack([one[name] for one in conditions]) for name in conditions[0].keys() - {TEXT}}

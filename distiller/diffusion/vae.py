@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
+from distiller.diffusion.shards import save_whole
 from distiller.stages import Stage
 
 MAX_POSITIONS = 4096
@@ -57,15 +57,21 @@ class Vae(ABC):
 def encode_images(
     stage: Stage, images: Sequence[tuple[Path, str]], vae: Vae, height: int, width: int, batch_size: int = 16
 ) -> None:
-    """Encodes images into a latent store and finishes the stage. Called by one process of a node."""
+    """Encodes images into a latent store and finishes the stage. Called by one process of a node.
+
+    The shards that an interrupted run left are kept.
+    """
     stage.partial.mkdir(parents=True, exist_ok=True)
     starts = range(0, len(images), batch_size)
     with tqdm(starts, desc="encode images", unit="batch", dynamic_ncols=True, leave=False) as bar:
         for first in bar:
+            shard = stage.partial / f"images-{first // batch_size:06d}.safetensors"
+            if shard.is_file():
+                continue
             part = range(first, min(first + batch_size, len(images)))
             pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
             tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}
-            save_file(tensors, stage.partial / f"images-{first // batch_size:06d}.safetensors")
+            save_whole(tensors, shard)
     captions = "".join(f"{caption}\n" for _, caption in images)
     (stage.partial / PROMPTS_FILE).write_text(captions, encoding="utf-8")
     stage.finish()
