@@ -142,7 +142,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         teacher = None
 
     trained = task.build_student()
-    student_parameters = task.student_parameters(trained)
+    student_parameters = trained.num_model_parameters()
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
     setup.ranks.wait()

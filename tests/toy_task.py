@@ -26,6 +26,7 @@ from distiller.student_state.opening import open_state
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
 from distiller.tracking import Tracker
+from distiller.trained_student import TrainedStudent
 from distiller.trainer import Run
 from tests import toy_network
 
@@ -61,6 +62,13 @@ class LinearTeacher(Teacher):
         del self.weight
 
 
+class ToyStudent(TrainedStudent):
+    """One layer."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.model(input)
+
+
 class ToyTask(Task[Batch, Any]):
     """What the two toy tasks share: 16 samples, a live teacher, nothing to export."""
 
@@ -76,20 +84,14 @@ class ToyTask(Task[Batch, Any]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
-    def student_skeleton(self) -> nn.Module:
+    def student_skeleton(self) -> TrainedStudent:
         return self.build_student().to("meta")
 
     @property
     def block_classes(self) -> tuple[str, ...]:
         return ("Linear",)
 
-    def num_trained_parameters(self) -> int:
-        return self.student_parameters(self.build_student())
-
-    def student_parameters(self, trained: nn.Module) -> int:
-        return sum(parameter.numel() for parameter in trained.parameters())
-
-    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         raise AssertionError
 
     def collate(self, samples: Any) -> Batch:
@@ -134,7 +136,7 @@ class ToyTask(Task[Batch, Any]):
 class TokenTask(ToyTask):
     """Mean squared error per token, averaged over all tokens of the update."""
 
-    def build_student(self) -> nn.Module:
+    def build_student(self) -> ToyStudent:
         return _linear(DIM)
 
     def request(self, batch: Batch) -> Request:
@@ -160,7 +162,7 @@ class RowTask(ToyTask):
     def __init__(self, num_modules: int) -> None:
         self._num_modules = num_modules
 
-    def build_student(self) -> nn.Module:
+    def build_student(self) -> ToyStudent:
         return _linear(toy_network.DIM)
 
     def request(self, batch: Batch) -> Request:
@@ -223,7 +225,7 @@ def build_toy_run(
         placement=recipe.teacher.placement,
         student=student,
         student_dtype=torch.float32,
-        student_parameters=task.student_parameters(trained),
+        student_parameters=trained.num_model_parameters(),
         optimizer=optimizer,
         average=None,
         loader=DataLoader(
@@ -253,7 +255,7 @@ def _rows(batch: Batch) -> Tensor:
     )
 
 
-def _linear(dim: int) -> nn.Module:
+def _linear(dim: int) -> ToyStudent:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return nn.Linear(dim, dim)
+        return ToyStudent(nn.Linear(dim, dim))

@@ -19,6 +19,7 @@ from distiller.diffusion.pipeline import check_weights, model_files
 from distiller.diffusion_config import DiffusionStudent
 from distiller.errors import UserError
 from distiller.resources import local_path
+from distiller.trained_student import TrainedStudent
 
 CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
 """Of the section `student`."""
@@ -79,11 +80,8 @@ def copy_from_teacher(model: Any, family: Family) -> None:
                 target.copy_(_leading_slice(tensors[origin.name].float(), target, origin))
 
 
-class DistilledStudent(nn.Module):
-    """What is trained: the student model and, for feature matching, projections into the teacher's width.
-
-    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
-    """
+class DistilledStudent(TrainedStudent):
+    """The student model and, for feature matching, projections into the teacher's width."""
 
     def __init__(
         self,
@@ -94,8 +92,7 @@ class DistilledStudent(nn.Module):
         seed: int,
     ) -> None:
         """`blocks` are matched; `widths` are the student's and the teacher's of each."""
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self._architecture, self._blocks = architecture, tuple(blocks)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1)

@@ -13,6 +13,7 @@ from distiller.capture import capture_outputs
 from distiller.language.chunked import Target, chunked_loss
 from distiller.language.objective import Objective
 from distiller.losses import mean_squared_error
+from distiller.trained_student import TrainedStudent
 
 
 @final
@@ -78,11 +79,8 @@ class ComparingOutput(nn.Linear):
 
 
 @final
-class LanguageStudent(nn.Module):
-    """The student model and, for feature matching, projections into the teacher's width.
-
-    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
-    """
+class LanguageStudent(TrainedStudent):
+    """The student model and, for feature matching, projections into the teacher's width."""
 
     def __init__(
         self,
@@ -94,8 +92,7 @@ class LanguageStudent(nn.Module):
         seed: int,
     ) -> None:
         """`model` is the library's; `widths` are the student's and the teacher's hidden sizes."""
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective))
         self._blocks = [f"{block_prefix}{number}" for number in feature_blocks]
         with torch.random.fork_rng(devices=[]):

@@ -10,10 +10,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from distiller.teachers.base import Network, Outputs, Request, Teacher
+from distiller.trained_student import TrainedStudent
 
 BatchT = TypeVar("BatchT")
 NetworkT = TypeVar("NetworkT", bound=Network)
@@ -70,12 +71,12 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[Any]:
         """Runs the other stages and returns the training data, indexed by (epoch, sample id). Communicates."""
 
-    @abstractmethod
     def num_trained_parameters(self) -> int:
         """Parameters of what is trained, from descriptions alone."""
+        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
 
     @abstractmethod
-    def student_skeleton(self) -> nn.Module:
+    def student_skeleton(self) -> TrainedStudent:
         """What is trained, on the meta device, from descriptions alone."""
 
     @property
@@ -84,15 +85,11 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """Names of the classes of its repeated blocks, each of which an engine may gather as one unit."""
 
     @abstractmethod
-    def build_student(self) -> nn.Module:
+    def build_student(self) -> TrainedStudent:
         """What is trained, on the CPU in float32, the same on every rank."""
 
     @abstractmethod
-    def student_parameters(self, trained: nn.Module) -> int:
-        """Parameters of the model that predicts (without projections)."""
-
-    @abstractmethod
-    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         """Recomputes activations in the backward pass, in the student only."""
 
     @abstractmethod

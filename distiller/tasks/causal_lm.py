@@ -10,7 +10,7 @@ from typing import Any, final
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
@@ -38,6 +38,7 @@ from distiller.language_config import LanguageRecipe
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
+from distiller.trained_student import TrainedStudent
 
 PROMPT_TOKENS = 24
 """Of a held-out document, what is given to be continued."""
@@ -96,9 +97,6 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._head = self.network.load_head(self._dtype, accelerator.device)
         return self._source.load()
 
-    def num_trained_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
-
     def student_skeleton(self) -> LanguageStudent:
         with torch.device("meta"):
             return self._with_projections(self._student.skeleton())
@@ -111,12 +109,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         # The library loads models in eval mode, in which it checkpoints no activations.
         return self._with_projections(self._student.build()).train()
 
-    def student_parameters(self, trained: nn.Module) -> int:
-        assert isinstance(trained, LanguageStudent)
-        return sum(parameter.numel() for parameter in trained.model.parameters())
-
-    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
-        assert isinstance(trained, LanguageStudent)
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         enable_checkpointing(trained.model)
 
     def collate(self, samples: Sequence[TokenSample]) -> CountedBatch:

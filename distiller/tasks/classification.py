@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from PIL import Image
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -17,19 +16,18 @@ from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.losses import mean_squared_error
-from distiller.stages import Stage, digest_of
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
+from distiller.trained_student import TrainedStudent
 from distiller.vision.converted import converted_files
-from distiller.vision.evaluation import ask_teacher, compare, prediction_grid
+from distiller.vision.evaluation import ask_teacher, compare
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
-from distiller.vision.labels import class_numbers
 from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
 from distiller.vision.objective import cross_entropy, tempered_divergence
-from distiller.vision.samples import Augmentation, PictureBatch, PictureData, collate, split_held_out
-from distiller.vision.sources import as_picture, open_pictures
-from distiller.vision.stored import stored_files
+from distiller.vision.samples import PictureBatch, PictureData, collate
+from distiller.vision.showing import classes_of, prediction_grid, read_prompts
+from distiller.vision.source import PictureSource
 from distiller.vision.student import (
     DistilledClassifier,
     build_model,
@@ -38,7 +36,7 @@ from distiller.vision.student import (
     plan_student,
     save_student,
 )
-from distiller.vision.teacher_training import train_teacher
+from distiller.vision.trained_teacher import TrainedTeacher
 
 MAX_SAMPLES = 10
 
@@ -55,14 +53,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         origin = f"teacher.path: {teacher.path}"
         self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
-        self._trains_teacher = recipe.teacher_training.max_steps is not None
-        if self._trains_teacher and (found := self._files.found_weights(teacher.subfolder)):
-            raise UserError(
-                f"teacher_training.max_steps is {recipe.teacher_training.max_steps} and {origin} has weights already "
-                f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
-                "weights"
-            )
-        if not self._trains_teacher and self._files.repository is None:
+        trains_teacher = recipe.teacher_training.max_steps is not None
+        if not trains_teacher and self._files.repository is None:
             self._files.fetch()
         self._plan = plan_student(recipe.student, self._files, self._processor)
         self._check_losses()
@@ -70,33 +62,12 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             raise UserError(
                 "train.gradient_checkpointing: the library does not offer it for this student; set it false"
             )
-        self._pictures = pictures = open_pictures(recipe.data)
-        origin = f"data.path: {recipe.data.path}" if recipe.data.path else f"data.kind: {recipe.data.kind}"
-        numbers = class_numbers(pictures.class_names, self._files.labels, origin)
-        trained_on, held_out = split_held_out(pictures.classes, recipe.data.held_out)
-        augmentation = Augmentation(recipe.data.augmentation, recipe.data.crop_scale)
-
-        def some(places: Sequence[int], how: Augmentation, seed: int) -> PictureData:
-            return PictureData(pictures, places, numbers, self._processor, how, seed)
-
-        self._data = some(trained_on[: recipe.data.max_samples], augmentation, recipe.seed)
-        self._held_out = some(held_out, Augmentation("none", 1.0), recipe.seed)
-        self._teachers_data = some(
-            trained_on,
-            Augmentation(recipe.teacher_training.augmentation, recipe.data.crop_scale),
-            recipe.teacher_training.seed,
-        )
-        # With the places, since a sample's id is one among them.
-        digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
-        self._stage = Stage("teacher", self._teachers_key(digest), recipe.stages_dir)
+        self._source = PictureSource(recipe, self._files.labels, self._processor)
+        self._trained = TrainedTeacher(recipe, self._files, self._processor, self._source) if trains_teacher else None
         self.network = ClassifierNetwork(
             self._files.config, self._files.structure, self._files.source, self._weight_files
         )
-        self.num_samples, self.data_digest = len(self._data), digest
-        if not self.num_samples:
-            raise UserError(
-                f"{origin} leaves nothing to train on with data.held_out {recipe.data.held_out:g}; lower it"
-            )
+        self.num_samples, self.data_digest = len(self._source.training), self._source.data_digest
         self._feature_names = tuple(f"{FEATURES}{number}" for number in self._losses.features.teacher_blocks)
 
     @property
@@ -112,24 +83,16 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         if self._plan.dropout:
             keys = ", ".join(self._plan.dropout)
             accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
-        if self._trains_teacher:
-            was_there = self._stage.is_complete
-            self._stage.make_once(
-                accelerator.is_main_process, lambda: accelerator.print(self._train_teacher(accelerator))
-            )
-            if was_there:
-                accelerator.print(f"reusing {self._stage.folder}")
+        if self._trained is not None:
+            self._trained.train_once(accelerator)
         return False
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         del dtype
-        return self._stage.folder if self._trains_teacher and not self._stage.is_complete else None
+        return None if self._trained is None else self._trained.missing_folder
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> PictureData:
-        return self._data
-
-    def num_trained_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
+        return self._source.training
 
     def student_skeleton(self) -> DistilledClassifier:
         with torch.device("meta"):
@@ -143,12 +106,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         files = self._weight_files_of_module() if self._recipe.student.from_teacher else []
         return self._with_projections(build_model(self._plan, self._files, files, self._recipe.seed))
 
-    def student_parameters(self, trained: nn.Module) -> int:
-        assert isinstance(trained, DistilledClassifier)
-        return sum(parameter.numel() for parameter in trained.model.parameters())
-
-    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
-        assert isinstance(trained, DistilledClassifier)
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         trained.model.gradient_checkpointing_enable({"use_reentrant": False})
 
     def collate(self, samples: Sequence[Any]) -> PictureBatch:
@@ -176,12 +134,11 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         del dtype
         data = self._recipe.data
         changes = {"augmentation": data.augmentation, "crop_scale": data.crop_scale if self.has_draws else None}
-        pictures = digest_of(self._pictures.versions())
         return {
             **changes,
             "config": self._files.describe(),
             "processor": self._processor.describe(),
-            "pictures": pictures,
+            "pictures": self._source.contents_digest(),
         }
 
     def sample_ids(self, batch: PictureBatch) -> tuple[int, ...]:
@@ -229,30 +186,29 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         save_student(self._plan, state, self._processor, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
-        count = min(MAX_SAMPLES, len(self._held_out))
+        held_out = self._source.held_out
+        count = min(MAX_SAMPLES, len(held_out))
         if not count:
             return
-        batch = self.to_device(collate([self._held_out[0, number] for number in range(count)]), accelerator.device)
-        predictions: dict[str, list[int]] = {}
+        batch = self.to_device(collate([held_out[0, number] for number in range(count)]), accelerator.device)
+        predictions = {}
         if teacher is not None:
             # Every rank asks: some placements communicate.
             predictions["teacher"] = ask_teacher(teacher, batch.pixels, batch.sample_ids).argmax(-1).tolist()
         if accelerator.is_main_process:
-            student = load_student(run_dir, self._plan, accelerator.device)
-            with torch.no_grad():
-                predictions["student"] = student(pixel_values=batch.pixels).logits.argmax(-1).tolist()
-            pictures = [self._held_out.picture(number) for number in range(count)]
+            predictions["student"] = classes_of(load_student(run_dir, self._plan, accelerator.device), batch.pixels)
+            pictures = [held_out.picture(number) for number in range(count)]
             grid = prediction_grid(pictures, self._files.labels, batch.labels.tolist(), predictions)
             grid.save(run_dir / "samples.png")
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        options, held_out = self._recipe.evaluation, len(self._held_out)
-        if not held_out:
+        options, held_out = self._recipe.evaluation, self._source.held_out
+        if not len(held_out):
             raise UserError("data.held_out is 0, so there is nothing to evaluate on; train with some pictures held out")
         student = load_student(run_dir, self._plan, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        count = min(options.num_samples or held_out, held_out)
-        report = compare(teacher, student, self._held_out, count, options.batch_size, self._placing(device))
+        count = min(options.num_samples or len(held_out), len(held_out))
+        report = compare(teacher, student, held_out, count, options.batch_size, self._placing(device))
         teacher.close()
         ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {
@@ -274,7 +230,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
         """What both take these picture files for; `seed` changes nothing, since nothing is drawn."""
         del seed
-        pictures = [self._read(Path(prompt)) for prompt in prompts]
+        pictures = read_prompts(prompts, self._processor.num_channels)
         pixels = self._placing(device)(
             torch.stack([torch.from_numpy(self._processor(picture)) for picture in pictures])
         )
@@ -284,20 +240,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         )
         predictions = {"teacher": ask_teacher(teacher, pixels, range(len(pictures))).argmax(-1).tolist()}
         teacher.close()
-        with torch.no_grad():
-            predictions["student"] = student(pixel_values=pixels).logits.argmax(-1).tolist()
+        predictions["student"] = classes_of(student, pixels)
         prediction_grid(pictures, self._files.labels, [None] * len(pictures), predictions).save(output)
-
-    def _read(self, file: Path) -> Any:
-        if file.suffix.lower() not in SUFFIXES:
-            raise UserError(
-                f"--prompts {file}: task classification takes picture files ({', '.join(sorted(SUFFIXES))})"
-            )
-        try:
-            with Image.open(file) as image:
-                return as_picture(image, self._processor.num_channels)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-            raise UserError(f"--prompts {file}: is not a readable image ({error}); give another") from error
 
     def _placing(self, device: torch.device) -> Any:
         memory = torch.channels_last if self._recipe.task.channels_last else torch.contiguous_format
@@ -315,36 +259,14 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         blocks = [(ours.block_names[a], ours.block_shapes[a], theirs.block_shapes[b]) for a, b in pairs]
         return DistilledClassifier(model, blocks, self._recipe.seed)
 
-    def _teachers_key(self, data_digest: str) -> dict[str, Any]:
-        return {
-            "config": self._files.describe(),
-            "processor": self._processor.describe(),
-            "training": self._recipe.teacher_training.model_dump(mode="json"),
-            "data": data_digest,
-            # Of a large folder this is a look at every file, so only where it is used.
-            "pictures": digest_of(self._pictures.versions()) if self._trains_teacher else None,
-            "crop_scale": self._recipe.data.crop_scale,
-        }
-
-    def _train_teacher(self, accelerator: Accelerator) -> str:
-        options = self._recipe.teacher_training
-        return train_teacher(
-            self._stage, self._files, self._processor, options, self._teachers_data, accelerator.device
-        )
-
     def _weight_files_of_module(self) -> list[Path]:
         return self.network.weight_files(self.network.module_names[0])
 
     def _weight_files(self, names: set[str]) -> list[Path]:
         """The teacher's safetensors files with tensors of these names."""
-        if not self._trains_teacher:
-            return converted_files(self._files, names, self._recipe.stages_dir)
-        if not self._stage.is_complete:
-            raise UserError(
-                f"{self._stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
-                "was trained in"
-            )
-        return stored_files(self._stage.folder)
+        if self._trained is not None:
+            return self._trained.weight_files()
+        return converted_files(self._files, names, self._recipe.stages_dir)
 
 
 def _num_channels(config: PretrainedConfig) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator, init_empty_weights
-from torch import Tensor, nn
+from torch import Tensor
 
 from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
@@ -33,6 +33,7 @@ from distiller.stages import digest_of
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
+from distiller.trained_student import TrainedStudent
 
 MAX_SAMPLES = 10
 
@@ -77,9 +78,6 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
         return self._source.load(accelerator, teacher)
 
-    def num_trained_parameters(self) -> int:
-        return sum(parameter.numel() for parameter in self.student_skeleton().parameters())
-
     def student_skeleton(self) -> DistilledStudent:
         with init_empty_weights():
             model = self.family.architecture.model_class.from_config(self._student_config)
@@ -96,12 +94,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         self.family.architecture.prepare(model, self._length)
         return self._with_projections(model)
 
-    def student_parameters(self, trained: nn.Module) -> int:
-        assert isinstance(trained, DistilledStudent)
-        return sum(parameter.numel() for parameter in trained.model.parameters())
-
-    def enable_gradient_checkpointing(self, trained: nn.Module) -> None:
-        assert isinstance(trained, DistilledStudent)
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         trained.model.enable_gradient_checkpointing()
 
     def collate(self, samples: Sequence[DiffusionSample]) -> DiffusionBatch:

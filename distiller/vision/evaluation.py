@@ -8,12 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor, nn
 
-from distiller.picture import labelled_grid
 from distiller.teachers.base import Request, Teacher
-from distiller.vision.files import Picture
 from distiller.vision.network import LOGITS
 from distiller.vision.samples import PictureData, collate
 
@@ -71,30 +68,6 @@ def compare(
 def ask_teacher(teacher: Teacher, pixels: Tensor, sample_ids: Sequence[int]) -> Tensor:
     """The teacher's logits [B, classes]; may communicate, as its placement does."""
     return teacher.predict([Request(tuple(sample_ids), {"pixels": pixels}, (LOGITS,))])[0][LOGITS]
-
-
-def prediction_grid(
-    pictures: Sequence[Picture],
-    names: Sequence[str],
-    truths: Sequence[int | None],
-    predictions: dict[str, Sequence[int]],
-) -> Image.Image:
-    """Pictures under what they are and what each network (by name) takes them for; `names` are the classes'."""
-    titles = []
-    for place, truth in enumerate(truths):
-        said = [f"{who}: {names[numbers[place]]}" for who, numbers in predictions.items()]
-        titles.append("; ".join([names[truth], *said] if truth is not None else said))
-    side = max(max(picture.shape[:2]) for picture in pictures)
-    return labelled_grid({"picture": [_square(picture, side) for picture in pictures]}, titles)
-
-
-def _square(picture: Picture, side: int) -> np.ndarray:
-    """On a white square, with three channels: one grid holds pictures of any size."""
-    canvas = np.full((side, side, 3), 255, np.uint8)
-    height, width = picture.shape[:2]
-    top, left = (side - height) // 2, (side - width) // 2
-    canvas[top : top + height, left : left + width] = picture
-    return canvas
 
 
 def _pictures_per_s(call: Callable[[], Any], pixels: Tensor) -> float:

@@ -18,6 +18,7 @@ from distiller.classification_config import ClassificationStudent
 from distiller.depth import evenly_spaced
 from distiller.errors import UserError
 from distiller.resources import local_path
+from distiller.trained_student import TrainedStudent
 from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
 from distiller.vision.files import (
     ClassifierFiles,
@@ -204,18 +205,14 @@ def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.M
     return model.eval().requires_grad_(False).to(device)
 
 
-class DistilledClassifier(nn.Module):
-    """What is trained: the student model and, for feature matching, projections into the teacher's widths.
-
-    One module, since DeepSpeed and FSDP prepare exactly one. Only `model` is exported.
-    """
+class DistilledClassifier(TrainedStudent):
+    """The student model and, for feature matching, projections into the teacher's widths."""
 
     def __init__(
         self, model: PreTrainedModel, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
     ) -> None:
         """`blocks`: of each matched one its name, what it gives for one picture, and what the teacher's gives."""
-        super().__init__()
-        self.model = model
+        super().__init__(model)
         self.feature_blocks = tuple(name for name, _, _ in blocks)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1)

@@ -278,7 +278,7 @@ class TestData:
         for places in split_held_out(classes, 0.5):
             assert min(sum(classes[place] == number for place in places[:30]) for number in range(3)) >= 5
         task = parse_task(make_data(data={"max_samples": 12}))
-        assert {task._data.label(number) for number in range(12)} == {0, 1, 2}
+        assert {task._source.training.label(number) for number in range(12)} == {0, 1, 2}
 
     def test_a_large_data_set_is_split_in_one_pass(self):
         started = time.perf_counter()
@@ -491,7 +491,7 @@ class TestRuns:
 
         def keys() -> tuple[Path, dict]:
             task = parse_task(data)
-            return task._stage.folder, task.cached_inputs(torch.float32)
+            return task._trained.missing_folder, task.cached_inputs(torch.float32)
 
         before = keys()
         config = json.loads((bare / "config.json").read_text())

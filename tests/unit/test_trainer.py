@@ -24,7 +24,7 @@ from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_r
 def plain_loop(batch_size: int, steps: int) -> tuple[list[float], list[float], torch.Tensor]:
     """What the recipe means, written without accumulation, ranks or Accelerate."""
     student, teacher, data = TokenTask().build_student(), LinearTeacher(), Sequences()
-    matrices = [{"params": [student.weight]}, {"params": [student.bias], "weight_decay": 0.0}]
+    matrices = [{"params": [student.model.weight]}, {"params": [student.model.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(matrices, weight_decay=0.01)
     losses, norms = [], []
     for step in range(steps):
@@ -121,7 +121,7 @@ def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
     run.average = MovingAverage(PlainState(run.accelerator, run.student, run.optimizer), 0.9)
     train(run)
     student, teacher, data = TokenTask().build_student(), LinearTeacher(), Sequences()
-    matrices = [{"params": [student.weight]}, {"params": [student.bias], "weight_decay": 0.0}]
+    matrices = [{"params": [student.model.weight]}, {"params": [student.model.bias], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(matrices, weight_decay=0.01, fused=True)
     average = [p.detach().clone() for p in student.parameters()]
     for step in range(8):
@@ -151,7 +151,7 @@ def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
 def test_too_many_bad_updates_in_a_row_end_the_run_before_another_one(tmp_path, log_every):
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=log_every, max_bad_steps=3))
     with torch.no_grad():
-        run.student.weight.fill_(float("nan"))
+        run.student.model.weight.fill_(float("nan"))
     with pytest.raises(AgreedError, match=r"3 updates in a row, up to step 3, had a loss or gradient that is not"):
         train(run)
     assert [row["step"] for row in bad_batches(tmp_path)] == [1, 2, 3]
@@ -182,7 +182,7 @@ def test_a_stop_after_a_bad_update_keeps_what_was_trained(tmp_path):
         train(run, stops)
     held = flat(run)
     with torch.no_grad():
-        run.student.weight.zero_()
+        run.student.model.weight.zero_()
     assert run.checkpoints.load(2) == 1
     assert torch.equal(flat(run), held)
     assert {int(state["step"]) for state in run.optimizer.state.values()} == {1}

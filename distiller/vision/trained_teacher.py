@@ -1,0 +1,68 @@
+"""The teacher of a recipe whose teacher is a config without weights: trained once, on the labels, and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import final
+
+from accelerate import Accelerator
+
+from distiller.classification_config import ClassificationRecipe
+from distiller.errors import UserError
+from distiller.stages import Stage
+from distiller.vision.files import ClassifierFiles, Processor
+from distiller.vision.source import PictureSource
+from distiller.vision.stored import stored_files
+from distiller.vision.teacher_training import train_teacher
+
+
+@final
+class TrainedTeacher:
+    """Its weights, in a folder whose name changes with everything that they depend on."""
+
+    def __init__(
+        self, recipe: ClassificationRecipe, files: ClassifierFiles, processor: Processor, source: PictureSource
+    ) -> None:
+        """Trains nothing yet. Raises UserError where the teacher has weights already."""
+        self._options, self._files, self._processor, self._source = recipe.teacher_training, files, processor, source
+        if found := files.found_weights(recipe.teacher.subfolder):
+            raise UserError(
+                f"teacher_training.max_steps is {self._options.max_steps} and {files.source} has weights already "
+                f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
+                "weights"
+            )
+        key = {
+            "config": files.describe(),
+            "processor": processor.describe(),
+            "training": self._options.model_dump(mode="json"),
+            "data": source.data_digest,
+            "pictures": source.contents_digest(),
+            "crop_scale": recipe.data.crop_scale,
+        }
+        self._stage = Stage("teacher", key, recipe.stages_dir)
+
+    @property
+    def missing_folder(self) -> Path | None:
+        """Where the weights will lie; None once they do."""
+        return None if self._stage.is_complete else self._stage.folder
+
+    def train_once(self, accelerator: Accelerator) -> None:
+        """Trains it where no run has; rank 0 does, and the others wait for its file."""
+        was_there = self._stage.is_complete
+        self._stage.make_once(accelerator.is_main_process, lambda: accelerator.print(self._train(accelerator)))
+        if was_there:
+            accelerator.print(f"reusing {self._stage.folder}")
+
+    def weight_files(self) -> list[Path]:
+        """The safetensors files. Raises UserError where it has not been trained."""
+        if not self._stage.is_complete:
+            raise UserError(
+                f"{self._stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
+                "was trained in"
+            )
+        return stored_files(self._stage.folder)
+
+    def _train(self, accelerator: Accelerator) -> str:
+        return train_teacher(
+            self._stage, self._files, self._processor, self._options, self._source.teachers, accelerator.device
+        )
