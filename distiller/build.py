@@ -94,7 +94,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    reserved = gpu_bytes(size, recipe, world), host_bytes(size, recipe, world)
+    beside = task.bytes_beside(dtype)
+    reserved = gpu_bytes(size, recipe, world) + beside, host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     is_cached = recipe.teacher.placement == "cached"
     if task.needs_live_teacher and not is_cached:
@@ -190,6 +191,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         skipped_steps=skipped_steps,
         stages_s=stages_s,
         quantization_error=quantization_error,
+        bytes_beside=beside,
     )
 
 

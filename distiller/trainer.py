@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,6 +64,8 @@ class Run:
     skipped_steps: int
     stages_s: float
     quantization_error: float | None = None
+    bytes_beside: int = 0
+    """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
 
     @property
     def live_teacher(self) -> Teacher | None:
@@ -247,6 +249,10 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
     memory = None if run.teacher is None else run.teacher.memory()
+    if memory is not None and on_gpu:
+        memory = replace(memory, gpu_bytes=memory.gpu_bytes + run.bytes_beside)
+    elif memory is not None:
+        memory = replace(memory, host_bytes=memory.host_bytes + run.bytes_beside * run.ranks.local_world_size)
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
     # Linux counts in KiB.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

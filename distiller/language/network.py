@@ -72,6 +72,12 @@ class LanguageNetwork(Network):
     def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
         return outputs[0]
 
+    def head_bytes(self, dtype: torch.dtype) -> int:
+        """What `load_head` takes."""
+        anatomy = self._files.anatomy
+        columns = anatomy.hidden_size + (anatomy.head_bias is not None)
+        return anatomy.vocabulary * columns * dtype.itemsize
+
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
         """Reads the output layer. Communicates nothing: every rank reads it. Raises UserError where it is missing."""
         anatomy = self._files.anatomy

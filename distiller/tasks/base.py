@@ -79,6 +79,14 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def student_skeleton(self) -> TrainedStudent:
         """What is trained, on the meta device, from descriptions alone."""
 
+    def bytes_beside(self, dtype: torch.dtype) -> int:
+        """Of the teacher's weights, what every rank holds on its device itself, wherever the teacher is.
+
+        `dtype` is the teacher's. Reads no weights.
+        """
+        del dtype
+        return 0
+
     @property
     @abstractmethod
     def block_classes(self) -> tuple[str, ...]:

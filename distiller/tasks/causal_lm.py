@@ -101,6 +101,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         with torch.device("meta"):
             return self._with_projections(self._student.skeleton())
 
+    def bytes_beside(self, dtype: torch.dtype) -> int:
+        return self.network.head_bytes(dtype)
+
     @property
     def block_classes(self) -> tuple[str, ...]:
         return (self._student.anatomy.block_class,)

@@ -116,7 +116,7 @@ class Setup:
         options: the recipe's `teacher` section.
         ranks: this process among the others; `ranks.device` is where requests come from and outputs go.
         under_deepspeed: whether the student's engine is DeepSpeed, whose ZeRO-3 then shards a sharded teacher.
-        reserved_bytes: of each GPU's memory, what the student's state will take.
+        reserved_bytes: of each rank's device, what the student's state will take, and the teacher's output layer.
         reserved_host_bytes: of the host's memory, what a rank's offloaded state of the student will take.
     """
 

@@ -193,6 +193,13 @@ def test_forms_are_compared_with_the_live_teacher(make_recipe, capsys):
     assert float(rows["topk+sampled k 4 samples 8"][4]) > 0.95
 
 
+def test_the_output_layer_is_counted_before_it_is_read(make_recipe):
+    task = task_of(make_recipe())
+    for dtype in (torch.float32, torch.bfloat16):
+        head = task.network.load_head(dtype, torch.device("cpu"))
+        assert task.bytes_beside(dtype) == sum(tensor.nbytes for tensor in head if tensor is not None) > 0
+
+
 def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
     """Also of a student that the library has loaded, which it does in eval mode."""
     task = task_of(make_recipe(student={"num_layers": None, "path": str(make_recipe().teacher.path)}))
