@@ -19,6 +19,7 @@ from distiller.errors import (
     StoppedError,
     UserError,
 )
+from distiller.importing import collections_paused
 from distiller.machines import is_first_machine, report_failure
 from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
 from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
@@ -201,7 +202,8 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
     recipe = load(options.recipe, options.overrides)
     if options.config_file and not options.check:
         raise UserError("--config_file belongs to accelerate launch (before -m distiller), or to --check")
-    from distiller import commands
+    with collections_paused():
+        from distiller import commands
 
     if options.check:
         commands.check(recipe, options.config_file)
@@ -219,14 +221,16 @@ def _cache(options: argparse.Namespace, stops: Stops) -> None:
     recipe = load(options.recipe, options.overrides)
     if recipe.teacher.cache is None and not options.compare:
         raise UserError("distiller cache needs teacher.cache; give the folder to write, with teacher.cache=FOLDER")
-    from distiller.caching import make_cache
+    with collections_paused():
+        from distiller.caching import make_cache
 
     stops.listen()
     make_cache(recipe, options.repair, options.compare)
 
 
 def _evaluate(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller import commands
+    with collections_paused():
+        from distiller import commands
 
     commands.evaluate(options.run_dir, options.overrides)
 
@@ -235,13 +239,15 @@ def _sample(options: argparse.Namespace, stops: Stops) -> None:
     for prompt in options.prompts:
         if re.fullmatch(r"[a-z_]+(\.\w+)*=\S*", prompt):
             raise UserError(f"--prompts: '{prompt}' is an override and no prompt; give it before --prompts")
-    from distiller import commands
+    with collections_paused():
+        from distiller import commands
 
     commands.sample(options.run_dir, options.overrides, options.prompts, options.seed, options.output)
 
 
 def _export(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller import commands
+    with collections_paused():
+        from distiller import commands
 
     commands.export(options.checkpoint, options.output)
 

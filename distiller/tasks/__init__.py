@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import Any
 
 from distiller.config import Recipe
+from distiller.importing import collections_paused
 from distiller.tasks.base import Task
 
 TASKS = {
@@ -17,7 +18,9 @@ TASKS = {
 def open_task(recipe: Recipe) -> Task[Any, Any]:
     """The recipe's task, checked against the files that it names; reads no weights. Raises UserError."""
     module, name = TASKS[recipe.task.kind]
-    return getattr(import_module(module), name)(recipe)
+    with collections_paused():
+        loaded = import_module(module)
+    return getattr(loaded, name)(recipe)
 
 
 __all__ = ["TASKS", "Task", "open_task"]

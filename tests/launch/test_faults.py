@@ -102,6 +102,7 @@ def test_a_rank_that_does_not_answer_is_ended_when_the_time_is_up(toy, tmp_path)
     running.wait_until_gone(60)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_folder_is_refused_and_a_dead_one_is_no_obstacle(toy, tmp_path):
     """And the exit code of a process that a signal stopped, which no launcher hides here."""
     arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={tmp_path / 'run'}"]

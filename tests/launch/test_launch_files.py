@@ -160,7 +160,7 @@ def changed(toy: Path, name: str, **changes) -> Path:
             {"distributed_type": "MULTI_CPU"},
             ["starts one process without mpirun", "num_processes is 2", "MULTI_GPU"],
         ),
-        ("zero2", {"use_cpu": True}, ["use_cpu", "drop DeepSpeed"]),
+        pytest.param("zero2", {"use_cpu": True}, ["use_cpu", "drop DeepSpeed"], marks=pytest.mark.slow),
     ],
 )
 def test_what_accelerate_would_ignore_is_refused(toy, name, changes, words):

@@ -45,6 +45,7 @@ def host_copies(running: Running) -> set[str]:
     return {line.split()[4] for line in maps if "memfd:distiller-teacher" in line}
 
 
+@pytest.mark.slow
 def test_two_machines_equal_one_process(where, toy, reference, tmp_path):
     with begun(where, toy, tmp_path / "run", 2, "cpu_2proc", "teacher.placement=streamed") as both:
         assert check(both, tmp_path / "run", reference, 2)["placement"] == "streamed"

