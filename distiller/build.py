@@ -102,7 +102,13 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         setup = decide(task.network, setup)
     check_same_data(task, ranks)
     identity = Identity(
-        world.engine, accelerator.num_processes, plan.samples_per_update, task.num_samples, task.data_digest
+        engine=world.engine,
+        world_size=accelerator.num_processes,
+        samples_per_update=plan.samples_per_update,
+        num_samples=task.num_samples,
+        data_digest=task.data_digest,
+        mixed_precision=world.mixed_precision,
+        teacher_dtype=str(dtype).removeprefix("torch."),
     )
     cached = None
     if is_cached and not ranks.from_main(lambda: is_finished(recipe, last_step)):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import (
+    DeepSpeedPlugin,
     DistributedType,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
@@ -26,6 +28,8 @@ from distiller.launch_request import LaunchRequest, requested_launch
 from distiller.launch_rules import check_gpus, check_launcher, check_precision, check_request
 from distiller.machines import choose_interface, meet
 from distiller.process import world_size
+from distiller.sections import flatten
+from distiller.terms import terms_of
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     choose_interface()
-    meet()
+    meet(terms_of(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,
@@ -105,6 +109,16 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         raise UserError("the launch file asks for FSDP and Accelerate dropped it; remove use_cpu / --cpu")
     offload = offloaded_parts(accelerator) if use_deepspeed else Offload()
     return World(accelerator, engine, precision, accumulation, offload, fsdp, tuple(notices))
+
+
+def _engine_terms(plugin: DeepSpeedPlugin | None, fsdp: FsdpLaunch | None) -> dict[str, Any]:
+    """What the launch file asks of the engine, but for folders of this machine."""
+    if plugin is not None:
+        zero = flatten({"zero_optimization": plugin.deepspeed_config.get("zero_optimization", {})})
+        return {"the engine": "DeepSpeed", **{key: value for key, value in zero.items() if "nvme_path" not in key}}
+    if fsdp is not None:
+        return {"the engine": "FSDP", **{f"FSDP's {key}": value for key, value in asdict(fsdp).items()}}
+    return {"the engine": "DDP"}
 
 
 def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, notices: list[str]) -> str:

@@ -1,15 +1,17 @@
-"""Several machines: through which card they meet, and what one has to say before there is a process group.
+"""Several machines: through which card they meet, and what they agree on before there is a process group.
 
 Only one launcher's ranks end when a rank of theirs does. On the other machines they would wait half an hour for it.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -62,23 +64,45 @@ def report_failure(text: str) -> None:
         return
     # Where the first machine's launcher is gone nobody waits for an answer.
     with suppress(RuntimeError):
-        _store().set(f"{KEY}/{rank()}", f"rank {rank()} on {socket.gethostname()}: {text}")
+        _say(_store(), {"failure": text})
 
 
-def meet() -> None:
+def meet(terms: Mapping[str, Any]) -> None:
     """Waits until every rank is ready for the process group. Communicates, if there are several machines.
 
-    Raises AgreedUserError when one of them reports a failure instead.
+    Args:
+        terms: what must be the same on all of them, for JSON, by the names that messages give it.
+
+    Raises:
+        AgreedUserError: one of them reports a failure instead, or has other terms than rank 0; on every rank.
     """
     if not _shares_a_store():
         return
     store = _store()
-    store.set(f"{KEY}/{rank()}", "")
+    _say(store, {"terms": dict(terms)})
     store.set_timeout(PATIENCE)
+    first: dict[str, Any] = {}
     for other in range(world_size()):
-        text = store.get(f"{KEY}/{other}").decode()
-        if text:
-            raise AgreedUserError(text)
+        said = json.loads(store.get(f"{KEY}/{other}"))
+        origin = f"rank {other} on {said['host']}"
+        if "failure" in said:
+            raise AgreedUserError(f"{origin}: {said['failure']}")
+        first = first or said["terms"]
+        if said["terms"] != first:
+            raise AgreedUserError(f"{origin}: {_difference(said['terms'], first)}")
+
+
+def _say(store: Store, content: dict[str, Any]) -> None:
+    store.set(f"{KEY}/{rank()}", json.dumps({"host": socket.gethostname(), **content}))
+
+
+def _difference(terms: Mapping[str, Any], first: Mapping[str, Any]) -> str:
+    """The first of the terms that are not rank 0's."""
+    name = next(name for name in sorted(terms.keys() | first.keys()) if terms.get(name) != first.get(name))
+    return (
+        f"{name} is {terms.get(name)!r} and on rank 0 {first.get(name)!r}; start every machine with the same recipe, "
+        "launch file and packages"
+    )
 
 
 def _shares_a_store() -> bool:

@@ -18,6 +18,7 @@ from distiller.folder_lock import hold, refuse_if_running
 from distiller.plain_yaml import parse_yaml
 from distiller.ranks import Ranks
 from distiller.recipe_file import dump
+from distiller.sections import flatten
 
 _PATIENCE_S = 30
 RECIPE_FILE = "recipe.yaml"
@@ -27,6 +28,8 @@ SUMMARY_FILE = "summary.json"
 MAY_CHANGE_ON_RESUME = (
     *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers", "train.batch_size"),
     *("train.gradient_accumulation_steps", "train.samples_per_update", "train.gradient_checkpointing"),
+    # Compared with the checkpoint's, as `auto` has come out.
+    *("train.mixed_precision", "teacher.dtype"),
     "optim.max_bad_steps",
     *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
     *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
@@ -161,8 +164,8 @@ def _held_recipe(file: Path) -> dict[str, Any]:
 
 
 def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
-    mine = _flat(json.loads(recipe.model_dump_json()))
-    theirs = _flat(held)
+    mine = flatten(json.loads(recipe.model_dump_json()))
+    theirs = flatten(held)
     changed = [
         f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
         for key in sorted(mine.keys() | theirs.keys())
@@ -181,10 +184,3 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
             f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
             f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
         )
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return leaves

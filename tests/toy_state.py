@@ -11,7 +11,7 @@ from distiller.checkpoint.format import Identity
 from distiller.student_state.base import KINDS, Counters, Kind, Piece, Read, StudentState
 
 SHAPES = {"wide": (7, 11), "scalar": (), "vector": (5,), "count": (1,)}
-IDENTITY = Identity("ddp", 1, 8, 16, "toy")
+IDENTITY = Identity("ddp", 1, 8, 16, "toy", "no", "float32")
 
 
 class ToyState(StudentState):

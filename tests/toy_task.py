@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from distiller import draws
 from distiller.cache.layout import Layout
 from distiller.cache.reading import CachedCollation, CachedData
-from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
 from distiller.data.order import RankSampler, UpdatePlan
@@ -29,6 +29,7 @@ from distiller.tracking import Tracker
 from distiller.trained_student import TrainedStudent
 from distiller.trainer import Run
 from tests import toy_network
+from tests.toy_state import IDENTITY
 
 DIM = 4
 Batch = list[tuple[int, Tensor]]
@@ -234,7 +235,12 @@ def build_toy_run(
             collate_fn=LiveCollation(task) if cache is None else CachedCollation(task),
         ),
         checkpoints=Checkpoints(
-            Path(recipe.output_dir), ranks, 1, Identity(engine, ranks.world_size, 8, 16, "toy"), state, None
+            Path(recipe.output_dir),
+            ranks,
+            1,
+            replace(IDENTITY, engine=engine, world_size=ranks.world_size),
+            state,
+            None,
         ),
         tracker=Tracker(recipe, accelerator, 1, last_step),
         first_step=1,

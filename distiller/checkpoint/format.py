@@ -22,13 +22,18 @@ OLDER_NAMES = ("model.safetensors", "optimizer.pt", "engine", "average.safetenso
 
 @dataclass(frozen=True)
 class Identity:
-    """What decides which samples an update has (compared on resume), and where the pieces were cut (said)."""
+    """What decides what an update computes (compared on resume), and where the pieces were cut (said).
+
+    `mixed_precision` and `teacher_dtype` are what `auto` came out as.
+    """
 
     engine: str
     world_size: int
     samples_per_update: int
     num_samples: int
     data_digest: str
+    mixed_precision: str
+    teacher_dtype: str
 
 
 @dataclass(frozen=True)

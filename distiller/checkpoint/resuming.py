@@ -10,7 +10,12 @@ from distiller.checkpoint.reading import find_damage, read_progress_file
 from distiller.errors import UserError
 from distiller.ranks import Ranks
 
-_REMEDIES = {"samples_per_update": "set train.samples_per_update to it"}
+_COMPARED = ("samples_per_update", "num_samples", "data_digest", "mixed_precision", "teacher_dtype")
+_REMEDIES = {
+    "samples_per_update": "set train.samples_per_update to it",
+    "mixed_precision": "set train.mixed_precision to it",
+    "teacher_dtype": "set teacher.dtype to it",
+}
 
 
 def latest_step(run_dir: Path) -> int:
@@ -24,7 +29,7 @@ def check_resumable(run_dir: Path, step: int, identity: Identity) -> Progress:
     Engine and number of processes may differ. Does not communicate.
 
     Raises:
-        UserError: it is damaged, of an older version, or the data or the global batch differ.
+        UserError: it is damaged, of an older version, or the data, the global batch or the precision differ.
     """
     folder = run_dir / "checkpoints" / f"step-{step}"
     refuse_older(folder)
@@ -32,7 +37,7 @@ def check_resumable(run_dir: Path, step: int, identity: Identity) -> Progress:
         progress = read_progress_file(folder)
     except UserError as error:
         raise UserError(f"--resume: {error}; {_way_out(folder)}") from error
-    for name in ("samples_per_update", "num_samples", "data_digest"):
+    for name in _COMPARED:
         held, wanted = asdict(progress.identity)[name], asdict(identity)[name]
         if held != wanted:
             remedy = _REMEDIES.get(name, "restore the data, or begin another run")

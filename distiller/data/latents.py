@@ -10,6 +10,7 @@ Samples are numbered through the shards in the order of their names.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from bisect import bisect_right
 from pathlib import Path
@@ -22,6 +23,8 @@ from distiller.data.prompts import read_numbered_prompts
 from distiller.errors import RunError, UserError
 
 PROMPTS_FILE = "prompts.txt"
+NUM_LOOKED_AT, BYTES_LOOKED_AT = 16, 4096
+"""Places in a file of latents, and how much of each is read, to know it again."""
 
 
 class LatentStore:
@@ -56,6 +59,18 @@ class LatentStore:
 
     def __len__(self) -> int:
         return self._ends[-1]
+
+    def digest(self) -> str:
+        """Of the files' names and sizes and of some of their content, at evenly spaced places: they may be large."""
+        found = hashlib.blake2b(digest_size=16)
+        for file in self._files:
+            size = file.stat().st_size
+            found.update(f"{file.name}:{size};".encode())
+            with file.open("rb") as stream:
+                for place in range(NUM_LOOKED_AT):
+                    stream.seek(max(0, size - BYTES_LOOKED_AT) * place // (NUM_LOOKED_AT - 1))
+                    found.update(stream.read(BYTES_LOOKED_AT))
+        return found.hexdigest()
 
     def prompt_index(self, sample_id: int) -> int:
         """The line of the sample's prompt, from 0."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +27,18 @@ from distiller.diffusion.vae import encode_images
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError
 from distiller.resources import local_path
-from distiller.stages import Stage, digest_files
+from distiller.stages import Stage, digest_files, digest_of
 from distiller.teachers.base import Teacher
 
 
 class Source:
-    """A recipe's data: `prompts` and `num_samples` are known from the start; `prepare` and `load` run the stages."""
+    """A recipe's data; `prepare` and `load` run the stages.
+
+    Attributes, known from the start:
+        prompts: of all samples, a prompt each or more samples of one.
+        num_samples: an epoch's.
+        data_digest: changes with the prompts, and with latents or pictures (with these by name and size).
+    """
 
     def __init__(
         self,
@@ -49,16 +56,20 @@ class Source:
             self.prompts = read_prompts(path)[: data.max_samples]
             per_prompt = recipe.rollout.samples_per_prompt if recipe.rollout.enabled else 1
             self.num_samples = len(self.prompts) * per_prompt
+            self.data_digest = digest_of(self.prompts)
         elif data.kind == "images":
             if recipe.task.num_frames != 1:
                 raise UserError(f"data.kind=images needs task.num_frames=1, given {recipe.task.num_frames}; change it")
             self._images = find_images(path)[: data.max_samples]
             self.prompts = [caption for _, caption in self._images]
             self.num_samples = len(self._images)
+            sizes = [(os.path.relpath(file, path), file.stat().st_size) for file, _ in self._images]
+            self.data_digest = digest_of([self.prompts, sizes])
         else:
             store = LatentStore(path)
             self._check_shape(store)
             self.prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
+            self.data_digest = digest_of([self.prompts, store.digest()])
         self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
 

@@ -42,7 +42,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     """Samples an epoch, known before any weight is read."""
 
     data_digest: str
-    """Changes when the data's prompts do: a resumed run must go on with the same."""
+    """Changes when the data do, as far as a quick look shows: a resumed run, and every rank, has the same."""
 
     sample_suffixes: tuple[str, ...]
     """What the name of a file that `sample` writes may end with; the first is that of `samples` in the run's folder."""

@@ -29,7 +29,6 @@ from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
-from distiller.stages import digest_of
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -59,7 +58,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         check_judge(recipe)
         self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
         self.num_samples = self._source.num_samples
-        self.data_digest = digest_of(self._source.prompts)
+        self.data_digest = self._source.data_digest
         self._feature_names = tuple(f"{FEATURES}{number}" for number in self._task.losses.features.teacher_blocks)
 
     @property

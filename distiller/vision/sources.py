@@ -25,7 +25,7 @@ class Pictures(ABC):
     Attributes:
         class_names: of the data's classes, in the data's order.
         classes: of each picture, a place in `class_names`.
-        names: of each picture, for the digest that a resumed run is compared by.
+        names: of each picture, with its file's size, for the digest that a resumed run is compared by.
     """
 
     class_names: tuple[str, ...]
@@ -62,7 +62,7 @@ class FolderPictures(Pictures):
         if not self._files:
             raise UserError(f"data.path: {path} holds no folders; data.kind=images needs one for each class")
         self.classes = classes
-        self.names = [str(file.relative_to(path)) for file in self._files]
+        self.names = [f"{file.relative_to(path)}, {file.stat().st_size} bytes" for file in self._files]
 
     def versions(self) -> list[Any]:
         """Sizes and times: whole contents would be hours of a large data set."""

@@ -123,7 +123,15 @@ def main() -> None:
     student = Student(world, recipe, options.model, options.side)
     state = open_state(world.engine, world.accelerator, student.module, student.optimizer)
     average = MovingAverage(state, 0.999) if options.average else None
-    identity = Identity(world.engine, ranks.world_size, options.batch_size * ranks.world_size, 1, "noise")
+    identity = Identity(
+        engine=world.engine,
+        world_size=ranks.world_size,
+        samples_per_update=options.batch_size * ranks.world_size,
+        num_samples=1,
+        data_digest="noise",
+        mixed_precision=world.mixed_precision,
+        teacher_dtype="float32",
+    )
     checkpoints = Checkpoints(folder, ranks, 1, identity, state, average)
     started = time.perf_counter()
     checkpoints.reserve()

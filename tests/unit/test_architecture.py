@@ -38,7 +38,7 @@ LAYERS = [
     ["cache"],
     ["launch_request"],
     ["launch_rules"],
-    ["launch_compile", "launch_deepspeed", "launch_fsdp"],
+    ["launch_compile", "launch_deepspeed", "launch_fsdp", "terms"],
     ["launch", "student_state", "tracking", "pulse", "health"],
     ["student_size", "average"],
     ["checkpoint"],

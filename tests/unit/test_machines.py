@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 
@@ -47,7 +48,7 @@ def test_a_card_that_was_chosen_stays(two_machines, monkeypatch):
 def test_one_machine_needs_none(two_machines, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     choose_interface()
-    meet()
+    meet({})
     report_failure("nobody listens")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert two_machines.num_keys() <= 1
@@ -58,12 +59,25 @@ def test_ranks_hear_of_one_that_will_not_come(two_machines, monkeypatch):
     report_failure("teacher.path: gone")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(AgreedUserError) as error:
-        meet()
+        meet({})
     assert str(error.value) == f"rank 1 on {socket.gethostname()}: teacher.path: gone"
     assert isinstance(error.value, UserError)
 
 
 def test_ranks_that_are_ready_go_on(two_machines, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    two_machines.set("attempt-0/distiller/ready/0", "")
-    meet()
+    said = {"host": "elsewhere", "terms": {"optim.lr": 0.1}}
+    two_machines.set("attempt-0/distiller/ready/0", json.dumps(said))
+    meet({"optim.lr": 0.1})
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_every_rank_hears_that_one_has_another_recipe(two_machines, monkeypatch, own):
+    monkeypatch.setenv("RANK", str(own))
+    terms = [{"optim.lr": 0.1, "torch": "2.13"}, {"optim.lr": 0.2, "torch": "2.13"}]
+    said = {"host": "elsewhere", "terms": terms[1 - own]}
+    two_machines.set(f"attempt-0/distiller/ready/{1 - own}", json.dumps(said))
+    with pytest.raises(AgreedUserError) as error:
+        meet(terms[own])
+    host = "elsewhere" if own == 0 else socket.gethostname()
+    assert str(error.value).startswith(f"rank 1 on {host}: optim.lr is 0.2 and on rank 0 0.1; start every machine")

@@ -11,13 +11,14 @@ import torch
 
 from distiller import draws
 from distiller.average import MovingAverage
-from distiller.checkpoint.format import Identity, steps_in
+from distiller.checkpoint.format import steps_in
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, RunError, StoppedError
 from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.trainer import train
+from tests.toy_state import IDENTITY
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_run, toy_recipe
 
 
@@ -99,7 +100,7 @@ def test_a_bad_update_leaves_student_moments_and_average_as_they_were(tmp_path, 
     state = PlainState(run.accelerator, run.student, run.optimizer)
     run.average = MovingAverage(state, 0.9)
     run.recipe = run.recipe.model_copy(update={"checkpoint": Checkpoint(every_steps=1, keep=8)})
-    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, Identity("single", 1, 8, 16, "toy"), state, run.average)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, run.average)
     train(run)
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     bad_steps = [line["step"] for line in lines if line["loss"] is None]
@@ -194,7 +195,7 @@ def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_
     settings = Checkpoint(every_steps=2, keep=8, at_end=False)
     run.recipe = run.recipe.model_copy(update={"checkpoint": settings})
     state = PlainState(run.accelerator, run.student, run.optimizer)
-    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, Identity("single", 1, 8, 16, "toy"), state, None)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, None)
     train(run)
     epochs = [draws.sample_order(0, epoch, 16) for epoch in range(4)]
     is_bad = [in_second in epochs[step // 2][step % 2 * 8 :][:8] for step in range(8)]

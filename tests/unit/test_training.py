@@ -302,6 +302,57 @@ def test_a_run_is_not_continued_with_other_data_or_another_global_batch(make_rec
         run(recipe, resume=True)
 
 
+@pytest.mark.parametrize("kind", ["latents", "images"])
+def test_a_run_is_not_continued_with_other_latents_or_pictures(make_recipe, fresh, tmp_path, kind):
+    """Under the same captions."""
+    folder = tmp_path / kind
+    folder.mkdir()
+    if kind == "latents":
+        write_latents(folder)
+    else:
+        write_images(folder)
+    task, data = {"height": 32, "width": 32}, {"kind": kind, "path": str(folder)}
+    run(make_recipe(task=task, data=data, train={"max_steps": 2}))
+    fresh()
+    longer = make_recipe(task=task, data=data, train={"max_steps": 3})
+    run(longer, resume=True)
+    fresh()
+    if kind == "latents":
+        write_latents(folder, seed=1)
+    else:
+        Image.new("RGB", (40, 50)).save(folder / "8.png")
+    with pytest.raises(UserError, match="data_digest"):
+        run(make_recipe(task=task, data=data, train={"max_steps": 4}), resume=True)
+
+
+def test_a_run_is_continued_in_the_precision_that_it_was_begun_in(make_recipe, fresh):
+    """Whether `auto` came out as it on other hardware, or the recipe says so."""
+    run(make_recipe(train={"max_steps": 2}))
+    fresh()
+    longer = {"max_steps": 3, "mixed_precision": "bf16"}
+    with pytest.raises(UserError, match=r"has mixed_precision no and this run bf16; set train.mixed_precision to it"):
+        run(make_recipe(train=longer), resume=True)
+    fresh()
+    teacher = {"dtype": "bfloat16"}
+    with pytest.raises(UserError, match=r"teacher_dtype float32 and this run bfloat16; set teacher.dtype to it"):
+        run(make_recipe(train={"max_steps": 3}, teacher=teacher), resume=True)
+    fresh()
+    run(make_recipe(train={"max_steps": 3, "mixed_precision": "no"}, teacher={"dtype": "float32"}), resume=True)
+
+
+def write_latents(folder: Path, seed: int = 0, num_frames: int = 1) -> None:
+    latents = torch.randn(10, 4, num_frames, 4, 4, generator=torch.Generator().manual_seed(seed))
+    save_file({"latents": latents}, folder / "a.safetensors")
+    (folder / "prompts.txt").write_text("a cat\n" * 10)
+
+
+def write_images(folder: Path) -> None:
+    generator = np.random.default_rng(0)
+    for number in range(9):
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text("a red cat sits")
+
+
 def test_pure_noise_is_available_for_comparison(make_recipe):
     folder = run(make_recipe(rollout={"enabled": False}))
     assert not list((folder / "stages").glob("rollout-*"))
@@ -310,10 +361,7 @@ def test_pure_noise_is_available_for_comparison(make_recipe):
 def test_images_are_encoded_once_and_true_data_is_learnt(make_recipe, tmp_path):
     images = tmp_path / "images"
     images.mkdir()
-    generator = np.random.default_rng(0)
-    for number in range(9):
-        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(images / f"{number}.png")
-        (images / f"{number}.txt").write_text("a red cat sits")
+    write_images(images)
     task = {"height": 32, "width": 32, "losses": {"true_data": {"weight": 0.5}}}
     folder = run(make_recipe(task=task, data={"kind": "images", "path": str(images)}))
     line = toys.read_metrics(folder)[0]
@@ -324,8 +372,7 @@ def test_images_are_encoded_once_and_true_data_is_learnt(make_recipe, tmp_path):
 def test_video_latents_from_disk(make_recipe, tmp_path):
     latents = tmp_path / "latents"
     latents.mkdir()
-    save_file({"latents": torch.randn(10, 4, 2, 4, 4)}, latents / "a.safetensors")
-    (latents / "prompts.txt").write_text("a cat\n" * 10)
+    write_latents(latents, num_frames=2)
     task = {"height": 32, "width": 32, "num_frames": 5, "losses": {"prediction": {"kind": "huber"}}}
     folder = run(make_recipe(task=task, data={"kind": "latents", "path": str(latents)}))
     metrics = toys.read_metrics(folder)
