@@ -146,8 +146,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     cache.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
     cache.add_argument("overrides", nargs="*", default=[], metavar="key.sub=value", help="for example cache.draws=2")
-    cache.add_argument("--repair", action="store_true", help="read all that is there, and make damaged files again")
-    cache.add_argument(
+    instead = cache.add_mutually_exclusive_group()
+    instead.add_argument("--repair", action="store_true", help="read all that is there, and make damaged files again")
+    instead.add_argument(
         "--compare",
         action="store_true",
         help="write nothing; print bytes a token, bias and gradient of each form in which outputs could be stored",

@@ -134,7 +134,7 @@ class Cache(Section):
 
     draws: Positive | None = Field(
         default=None,
-        description="epoch e takes each sample's noise and timestep of epoch e mod draws; None = every epoch its own",
+        description="epoch e takes each sample's draws (noise and timestep, or the cut) of epoch e mod draws; None = e",
     )
     shard_mib: Positive = Field(
         default=256, description="about the size of a file that `distiller cache` writes, in MiB"

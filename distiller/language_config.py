@@ -117,26 +117,35 @@ class LanguageData(Data):
         return self
 
 
+MOST_IDS = 255
+"""Of a token in a cache: they are counted in a byte."""
+
+
 class LanguageCache(Cache):
     """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
 
     form: Literal["hidden", "topk", "sampled", "topk+sampled"] = Field(
         default="hidden", description="of a token: the last hidden state (exact), its likeliest ids, draws, or both"
     )
-    k: Annotated[Positive, Field(le=255)] = Field(
+    k: Annotated[Positive, Field(le=MOST_IDS)] = Field(
         default=20, description="topk, topk+sampled: likeliest ids of a token"
     )
-    samples: Annotated[Positive, Field(le=255)] = Field(
+    samples: Annotated[Positive, Field(le=MOST_IDS)] = Field(
         default=23, description="sampled, topk+sampled: draws of a token"
     )
 
     @model_validator(mode="after")
     def _fits_a_record(self) -> LanguageCache:
-        if self.k + self.samples > 255:
+        if self.form == "topk+sampled" and not self.fits_both:
             raise ValueError(
-                f"given cache.k {self.k} and cache.samples {self.samples}; a token has room for 255 ids in all"
+                f"given cache.k {self.k} and cache.samples {self.samples}; a token has room for {MOST_IDS} ids in all"
             )
         return self
+
+    @property
+    def fits_both(self) -> bool:
+        """Whether a token's record has room for likeliest ids and draws together."""
+        return self.k + self.samples <= MOST_IDS
 
     @property
     def is_exact(self) -> bool:

@@ -245,9 +245,14 @@ def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout, names: fro
 
 
 def check_room(folder: Path, num_bytes: float) -> None:
-    """UserError where the disk cannot hold what is still to be written."""
+    """UserError where the disk cannot hold what is still to be written.
+
+    Where nothing has been written yet the folder is as it was before: less may be stored there.
+    """
     free = shutil.disk_usage(folder).free
     if num_bytes > free:
+        if not any(folder.glob("outputs-*")):
+            (folder / KEY_FILE).unlink(missing_ok=True)
         raise UserError(
             f"teacher.cache: {folder} has {free / 2**30:.2f} GiB free and {num_bytes / 2**30:.2f} GiB are still to be "
             "written; free some, give another folder, or store less"

@@ -33,7 +33,8 @@ def content_key(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype) -> dic
             "quantization": recipe.teacher.quantization,
         },
         "train": {"tf32": recipe.train.tf32},
-        "data": {"digest": task.data_digest, "samples": task.num_samples},
+        # The digest last: what it is made of is named where that can be.
+        "data": {**task.data_settings(), "samples": task.num_samples, "digest": task.data_digest},
         "form": task.cached_form(),
     }
     if task.has_draws:

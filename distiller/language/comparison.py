@@ -60,7 +60,8 @@ def compare_forms(
         batches, outputs: micro-batches on the device, and the live teacher's answers.
     """
     assert objective.weight == 1, "the labels' cross-entropy is the same under every form"
-    live = [HiddenTarget(*target) for target in (target_of(of, head) for of in outputs)]
+    vocabulary = head.weight.shape[0]
+    live = [HiddenTarget(*target) for target in (target_of(of, head, vocabulary) for of in outputs)]
     expected, gradient = _measure(student, objective, batches, live)
     figures = {}
     for name, form in forms.items():
@@ -69,7 +70,8 @@ def compare_forms(
             rows = form.store(batch, of, head)
             num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
             restored = form.restore(batch, rows, ())
-            targets.append(target_of({key: value.to(head.weight.device) for key, value in restored.items()}, head))
+            on_device = {key: value.to(head.weight.device) for key, value in restored.items()}
+            targets.append(target_of(on_device, head, vocabulary))
         found, own_gradient = _measure(student, objective, batches, targets)
         differences = found - expected
         figures[name] = FormFigures(

@@ -52,9 +52,13 @@ class GgufModel:
         if not file.is_file():
             raise UserError(f"{file} does not exist; give a .gguf file")
         self._file, self._stages_dir = file, stages_dir
+        try:
+            digest = digest_files([file])
+        except OSError as error:
+            raise UserError(f"{file} cannot be read ({error.strerror}); copy it again") from error
         self._key = {
             "format": FORMAT,
-            "file": digest_files([file]),
+            "file": digest,
             "transformers": version("transformers"),
             "gguf": version("gguf"),
         }

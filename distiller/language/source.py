@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from distiller.config import Recipe
 from distiller.errors import UserError
@@ -30,6 +31,7 @@ class LanguageSource:
     Attributes:
         num_samples: rows to train on.
         data_digest: changes with anything that changes a row.
+        settings: what of it is no document, by the names of the recipe's keys.
         pad_id: what `collate` fills rows up with.
         num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
     """
@@ -44,11 +46,15 @@ class LanguageSource:
         self._data, corpus = data, open_corpus(data)
         tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
         self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
+        try:
+            digest = corpus.digest
+        except OSError as error:
+            raise UserError(f"data.path: {data.path} cannot be read ({error}); correct its files") from error
         key = {
             "format": FORMAT,
             "kind": data.kind,
             "split": data.split if data.kind == "datasets" else None,
-            "data": corpus.digest,
+            "data": digest,
             "max_samples": data.max_samples,
             "tokenizer": tokenizer.digest,
         }
@@ -56,7 +62,8 @@ class LanguageSource:
         try:
             # Whoever comes first: if its documents are wrong, the next one finds the same and says so, and none waits.
             stage.make_once(True, lambda: tokenise_corpus(stage, corpus, tokenizer, data.max_samples))
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
+            # A full disk reaches us as a SafetensorError, which is no OSError.
             raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
         self._store = TokenStore(stage.folder)
         held_out = held_out_documents(len(self._store), data.held_out)
@@ -65,7 +72,9 @@ class LanguageSource:
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
         self.num_samples = len(self._training.row_starts) - 1
-        self.data_digest = digest_of([self._store.digest, data.max_length, data.packing, data.held_out])
+        laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
+        self.settings = {"tokenizer": tokenizer.digest, **laid_out}
+        self.data_digest = digest_of([self._store.digest, *laid_out.values()])
 
     def prepare(self, accelerator: Accelerator) -> None:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""

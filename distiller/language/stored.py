@@ -25,6 +25,9 @@ SPARSE = "sparse/"
 class StoredForm(ABC):
     """Features are kept as they are, real tokens alone: the padding depends on the rows beside them."""
 
+    needs_head: bool
+    """Whether training reads the teacher's output layer."""
+
     @abstractmethod
     def describe(self) -> dict[str, Any]:
         """For the cache's key."""
@@ -64,6 +67,8 @@ class StoredForm(ABC):
 class HiddenForm(StoredForm):
     """The last hidden states: with the teacher's output layer they are the whole distribution, exactly."""
 
+    needs_head = True
+
     def describe(self) -> dict[str, Any]:
         return {"kind": "hidden"}
 
@@ -79,6 +84,8 @@ class HiddenForm(StoredForm):
 @final
 class TokenForm(StoredForm):
     """Some ids of each token; where they are drawn, as functions of (seed, sample id)."""
+
+    needs_head = False
 
     def __init__(self, form: SparseForm, seed: int) -> None:
         self.form, self._seed = form, seed
@@ -114,9 +121,15 @@ class TokenForm(StoredForm):
         return restored | ({f"{SPARSE}entropy": _padded(entropies, length)} if entropies else {})
 
 
-def target_of(outputs: Outputs, head: Head) -> Target:
-    """What the loss compares with, B L rows, from a live teacher's outputs or a cache's."""
+def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
+    """What the loss compares with, B L rows, from a live teacher's outputs or a cache's.
+
+    Args:
+        head: the teacher's output layer; of a cache that holds distributions nothing needs it.
+        vocabulary: how many ids the teacher has.
+    """
     if HIDDEN in outputs:
+        assert head is not None
         return HiddenTarget(outputs[HIDDEN].flatten(0, 1), *head)
     entropy = outputs.get(f"{SPARSE}entropy")
     return SparseTarget(
@@ -124,7 +137,7 @@ def target_of(outputs: Outputs, head: Head) -> Target:
         outputs[f"{SPARSE}weights"].flatten(0, 1),
         outputs[f"{SPARSE}tail"].flatten(),
         None if entropy is None else entropy.flatten(),
-        vocabulary=head.weight.shape[0],
+        vocabulary=vocabulary,
     )
 
 

@@ -122,6 +122,10 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def wanted(self) -> tuple[str, ...]:
         """Names of the outputs that the loss reads, as a cache holds them."""
 
+    def data_settings(self) -> dict[str, Any]:
+        """What `data_digest` follows from beside the data's files, for JSON, by the keys of the recipe's `data`."""
+        return {}
+
     @abstractmethod
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         """Everything in recipe and files, for JSON, that the teacher's inputs depend on, but for `data_digest`.

@@ -94,7 +94,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return False
 
     def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> TextData:
-        self._head = self.network.load_head(self._dtype, accelerator.device)
+        if self._reads_head:
+            self._head = self.network.load_head(self._dtype, accelerator.device)
         return self._source.load()
 
     def student_skeleton(self) -> LanguageStudent:
@@ -102,7 +103,13 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             return self._with_projections(self._student.skeleton())
 
     def bytes_beside(self, dtype: torch.dtype) -> int:
-        return self.network.head_bytes(dtype)
+        return self.network.head_bytes(dtype) if self._reads_head else 0
+
+    @property
+    def _reads_head(self) -> bool:
+        """Whether this run makes the teacher's logits: not where a cache holds distributions."""
+        is_cached = self._recipe.teacher.placement == "cached" and self.needs_live_teacher
+        return not is_cached or self._form.needs_head
 
     @property
     def block_classes(self) -> tuple[str, ...]:
@@ -134,6 +141,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def wanted(self) -> tuple[str, ...]:
         return (HIDDEN, *self._feature_names)
 
+    def data_settings(self) -> dict[str, Any]:
+        return self._source.settings
+
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
         config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
@@ -152,7 +162,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def compare_forms(self, batches: Sequence[CountedBatch], outputs: Sequence[Outputs]) -> str:
         assert self._head is not None, "run_stages loads it"
         objective, forms = replace(self._objective, weight=1.0), {}
-        for kind in ("hidden", "topk", "sampled", "topk+sampled"):
+        kinds = ["hidden", "topk", "sampled"] + ["topk+sampled"] * self._recipe.cache.fits_both
+        for kind in kinds:
             form = self._stored_form(kind)
             settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
             forms[" ".join([kind, *settings])] = form
@@ -174,14 +185,14 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self, batch: CountedBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
     ) -> Mapping[str, Any]:
         del dtype
-        assert self._head is not None, "run_stages loads it"
         rows = batch.batch
         if teacher_outputs is None:
+            assert self._head is not None, "run_stages loads it"
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
             target: Target = HiddenTarget(self._head.weight.new_zeros(shape), *self._head)
         else:
-            target = target_of(teacher_outputs, self._head)
+            target = target_of(teacher_outputs, self._head, self.files.anatomy.vocabulary)
         features = tuple(teacher_outputs[name].flatten(0, 1) for name in self._feature_names) if teacher_outputs else ()
         labels = rows.labels.flatten()
         return {"lesson": Lesson(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
@@ -201,13 +212,13 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         export_student(self._student, self.files, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
-        assert self._head is not None, "run_stages loads it"
         beginnings = self._beginnings()
         if not beginnings:
             return
         # Every rank asks the teacher, since some placements communicate; rank 0 runs the student.
         texts = {}
         if teacher is not None:
+            assert self._head is not None, "run_stages loads it"
             texts["teacher"] = self._continue(Reader(teachers_hidden(teacher), self._head), beginnings)
         if accelerator.is_main_process:
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), beginnings)
@@ -217,7 +228,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         rows, evaluation = self._source.held_out(), self._recipe.evaluation
         numbers = range(min(len(rows), evaluation.max_rows or len(rows)))
         if not numbers:
-            raise UserError("data.held_out leaves no document to evaluate on; raise it, or give more documents")
+            raise UserError(
+                f"data.held_out {self._recipe.data.held_out:g} leaves no document to evaluate on; train with a share "
+                "above 0 held out, of at least two documents"
+            )
         trained = self._read_student(run_dir, device)
         before = reader_of(self._student.build(), device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)

@@ -68,7 +68,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             self._files.config, self._files.structure, self._files.source, self._weight_files
         )
         self.num_samples, self.data_digest = len(self._source.training), self._source.data_digest
-        self._feature_names = tuple(f"{FEATURES}{number}" for number in self._losses.features.teacher_blocks)
+        features = self._losses.features
+        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
 
     @property
     def needs_live_teacher(self) -> bool:
@@ -204,7 +205,10 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         options, held_out = self._recipe.evaluation, self._source.held_out
         if not len(held_out):
-            raise UserError("data.held_out is 0, so there is nothing to evaluate on; train with some pictures held out")
+            raise UserError(
+                f"data.held_out {self._recipe.data.held_out:g} holds no picture out, so nothing can be evaluated; "
+                "train with a larger share of each class held out"
+            )
         student = load_student(run_dir, self._plan, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         count = min(options.num_samples or len(held_out), len(held_out))

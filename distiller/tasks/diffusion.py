@@ -59,7 +59,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
         self.num_samples = self._source.num_samples
         self.data_digest = self._source.data_digest
-        self._feature_names = tuple(f"{FEATURES}{number}" for number in self._task.losses.features.teacher_blocks)
+        features = self._task.losses.features
+        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
 
     @property
     def needs_live_teacher(self) -> bool:

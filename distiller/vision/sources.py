@@ -62,7 +62,11 @@ class FolderPictures(Pictures):
         if not self._files:
             raise UserError(f"data.path: {path} holds no folders; data.kind=images needs one for each class")
         self.classes = classes
-        self.names = [f"{file.relative_to(path)}, {file.stat().st_size} bytes" for file in self._files]
+        try:
+            sizes = [file.stat().st_size for file in self._files]
+        except OSError as error:
+            raise UserError(f"data.path: {error.filename} cannot be read ({error.strerror}); remove it") from error
+        self.names = [f"{file.relative_to(path)}, {size} bytes" for file, size in zip(self._files, sizes, strict=True)]
 
     def versions(self) -> list[Any]:
         """Sizes and times: whole contents would be hours of a large data set."""

@@ -217,5 +217,9 @@ def test_answers_that_are_not_finite_are_no_cache(tmp_path):
 
 def test_a_disk_without_room_is_refused(tmp_path):
     check_room(tmp_path, 1.0)
+    plan_layout(tmp_path, KEY, LAYOUT, NAMES)
     with pytest.raises(UserError, match=r"GiB free and .* GiB are still to be written"):
         check_room(tmp_path, 2.0**60)
+    # With less to store the same folder may be begun.
+    fewer = Layout(10, 1, 4, 3)
+    assert plan_layout(tmp_path, KEY, fewer, NAMES) == fewer

@@ -181,7 +181,7 @@ def test_a_stored_head_of_all_shared_ids_is_the_live_teacher(kind, vocabulary):
     shared = min(vocabulary, 23)
     form = TokenForm(SparseForm(kind, shared, 2, 2.0, shared), seed=0)
     kept = form.store_tokens(case.target.hidden, 0, head)
-    case.target = target_of(form.restore_tokens([kept], [NUM_TOKENS], NUM_TOKENS), head)
+    case.target = target_of(form.restore_tokens([kept], [NUM_TOKENS], NUM_TOKENS), head, len(head.weight))
     stored, stored_gradients = case.run(objective)
     torch.testing.assert_close(stored.divergence, sums.divergence, rtol=2e-3, atol=2e-3)
     assert stored.agreeing == sums.agreeing

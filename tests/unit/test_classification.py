@@ -264,6 +264,12 @@ class TestData:
         flat = Augmentation("crop", 0.5)
         assert all(flat.apply(picture, *key)[0, 0, 0] < flat.apply(picture, *key)[0, -1, 0] for key in keys)
 
+    def test_a_link_to_nothing_is_one_line(self, pictures, tmp_path):
+        folder = shutil.copytree(pictures, tmp_path / "mine")
+        (folder / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
+        with pytest.raises(UserError, match=r"data.path: \S*gone.png cannot be read \(No such file"):
+            open_pictures(ClassificationData(path=str(folder)))
+
     def test_the_held_out_share_of_each_class_is_always_the_same(self):
         classes = [0] * 10 + [1] * 20 + [2] * 5
         trained, held_out = split_held_out(classes, 0.2)
@@ -564,6 +570,10 @@ class TestRefusals:
     def test_what_does_not_fit_is_said(self, make_data, changes, words):
         with pytest.raises(UserError, match=words):
             parse_task(make_data(**changes))
+
+    def test_features_of_weight_0_are_asked_of_nobody(self, make_data):
+        features = {"weight": 0.0, "student_blocks": [7], "teacher_blocks": [99]}
+        assert parse_task(make_data(task={"losses": {"features": features}})).wanted == ("logits",)
 
     @pytest.mark.parametrize(
         ("features", "words"),

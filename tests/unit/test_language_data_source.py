@@ -6,6 +6,7 @@ from datetime import datetime, timedelta
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from distiller.errors import UserError
 from distiller.language.source import LanguageSource, held_out_documents
@@ -29,6 +30,20 @@ def rows_of(data):
 
 def stages(tmp_path):
     return sorted(folder.name for folder in (tmp_path / "cache").glob("tokens-*"))
+
+
+def test_a_full_disk_and_texts_that_cannot_be_read_are_one_line(tmp_path, corpus, monkeypatch):
+    def full(*_):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    tokenizer = byte_level(tmp_path / "tokenizer")
+    with monkeypatch.context() as changed:
+        changed.setattr("distiller.language.tokenised.save_file", full)
+        with pytest.raises(UserError, match=r"the tokens cannot be written to .*No space left .*set cache_dir="):
+            LanguageSource(language_recipe(tmp_path, **corpus), tokenizer)
+    # Readable by its rights, and not when it is read, as on a failing disk.
+    with pytest.raises(UserError, match=r"data.path: /proc/self/mem cannot be read \(.*\); correct its files"):
+        LanguageSource(language_recipe(tmp_path, kind="text", path="/proc/self/mem"), tokenizer)
 
 
 def test_tokens_are_made_once_and_anew_when_the_data_or_the_tokenizer_change(tmp_path, corpus):
