@@ -134,7 +134,7 @@ class Cache(Section):
 
     draws: Positive | None = Field(
         default=None,
-        description="epoch e takes each sample's draws (noise and timestep, or the cut) of epoch e mod draws; None = e",
+        description="epoch e draws (noise and timestep, or a picture's cut) as epoch e mod draws did; None = each anew",
     )
     shard_mib: Positive = Field(
         default=256, description="about the size of a file that `distiller cache` writes, in MiB"

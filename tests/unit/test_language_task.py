@@ -208,7 +208,7 @@ def test_the_output_layer_is_counted_before_it_is_read(make_recipe):
     ("data", "words"),
     [
         ({"max_length": 12}, "data.max_length is 16 there and 12 here"),
-        ({"packing": False}, "data.packing is True there and False here"),
+        ({"packing": False}, "data.packing is true there and false here"),
         ({"held_out": 0.5}, "data.held_out is 0.25 there and 0.5 here"),
     ],
 )
