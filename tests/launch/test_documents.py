@@ -24,7 +24,7 @@ from tests.launch.launching import ROOT, run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LAUNCH_FILES = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
-COMMAND_TIMEOUT_S = 150
+COMMAND_TIMEOUT_S = 240
 
 # Console blocks by their first command: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
