@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -51,3 +53,8 @@ def shown(value: Any) -> str:
     """A value as it stands in a recipe, cut to a readable length."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key that a misspelt one was meant to be; None where none is alike."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)
