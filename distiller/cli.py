@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from distiller.errors import (
     RunError,
     StoppedError,
     UserError,
+    full_disk,
 )
 from distiller.importing import collections_paused
 from distiller.machines import is_first_machine, report_failure
@@ -61,6 +63,15 @@ def guarded(command: Callable[[Stops], None]) -> int:
         if not is_loss_of_ranks(error):
             raise
         return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
+    except KeyboardInterrupt:
+        # Commands that write nothing which goes on, and the imports of the others, do not listen for signals.
+        stopped = StoppedError("stopped by SIGINT; start it again", signal.SIGINT, is_agreed=False)
+        return complain(stopped, EXIT_SIGNALLED + signal.SIGINT)
+    except Exception as error:
+        stops.defer()
+        if (text := full_disk(error)) is None:
+            raise
+        return complain(RunError(text), EXIT_FAILED)
     finally:
         stops.close()
         end_loader_processes()

@@ -22,9 +22,9 @@ from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
 from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
-from distiller.launch_fsdp import fsdp_of_file, wrapped_classes
-from distiller.launch_request import read_launch_file
-from distiller.launch_rules import check_precision, check_request
+from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
+from distiller.launch_request import deepspeed_settings, read_launch_file
+from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
 from distiller.output import RECIPE_FILE, SUMMARY_FILE
 from distiller.process import is_main_process, world_size
 from distiller.recipe_file import load
@@ -134,6 +134,12 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
         check_precision(recipe.train.mixed_precision, request.mixed_precision)
         num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
         fsdp = fsdp_of_file(Path(launch_file), num_processes)
+        precisions = possible_precisions(recipe.train.mixed_precision, request.mixed_precision)
+        if under_deepspeed:
+            check_json_precision(deepspeed_settings(request), precisions)
+        if fsdp is not None:
+            check_sharding(fsdp, num_processes)
+            check_offload(fsdp, precisions)
         check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:

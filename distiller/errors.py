@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
+import errno
+import os
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -51,3 +55,24 @@ def shown(value: Any) -> str:
     """A value as it stands in a recipe, cut to a readable length."""
     text = "nothing" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def full_disk(error: BaseException) -> str | None:
+    """One line on a full disk or a quota that is used up, where that is the error's cause; None where it is not."""
+    codes = (errno.ENOSPC, errno.EDQUOT)
+    if isinstance(error, OSError):
+        code, file = error.errno, error.filename
+    else:
+        # The type is that of a compiled module, which has no number to give.
+        is_file_of_weights = type(error).__name__ == "SafetensorError"
+        code = next((code for code in codes if is_file_of_weights and os.strerror(code) in str(error)), None)
+        file = None
+    if code not in codes:
+        return None
+    what = "the disk is full" if code == errno.ENOSPC else "the disk quota is used up"
+    return f"{'' if file is None else f'{file}: '}{what}; make room and start again, a training run with --resume"
+
+
+def nearest(key: str, known: Iterable[str]) -> str | None:
+    """The known key that a misspelt one was meant to be; None where none is alike."""
+    return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)

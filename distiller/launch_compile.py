@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import TorchDynamoPlugin
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
 from distiller.config import Recipe
 from distiller.errors import UserError
+from distiller.launch_values import choice, switch
+
+SWITCHES = ("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation")
 
 
 def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = False) -> None:
-    """Refuses (UserError) a recipe that contradicts the launch file, features of compiled blocks, and FSDP1."""
+    """Refuses (UserError) what dynamo does not have, contradictions of the recipe, features of blocks, and FSDP1."""
     wanted = recipe.train.compile
     backend = str(options.get("dynamo_backend") or "no").lower()
+    choice(backend, "dynamo_backend", tuple(name.lower() for name in DynamoBackend.list()))
+    for name in SWITCHES:
+        switch(options.get(name, False), name)
     mode = str(options.get("dynamo_mode") or "default")
     asked = "none" if backend == "no" else mode
     if asked != "none" and wanted not in ("auto", asked):

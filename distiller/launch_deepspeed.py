@@ -13,8 +13,8 @@ from accelerate.utils import DeepSpeedPlugin
 
 from distiller.config import Recipe
 from distiller.errors import UserError
-from distiller.launch_request import LaunchRequest
-from distiller.launch_rules import OFFLOADED_PARTS, check_zero, fill_nvme_paths
+from distiller.launch_request import OFFLOADED_PARTS, LaunchRequest
+from distiller.launch_rules import check_json_precision, check_zero, fill_nvme_paths
 from distiller.operator_locks import clear_operator_locks, extension_folder
 from distiller.teachers.swap_folder import SwapFolder
 
@@ -51,7 +51,7 @@ def deepspeed_plugin(
         raise UserError(
             "this launch file needs DeepSpeed; install it with: pip install 'distiller[deepspeed]'"
         ) from error
-    except ValueError as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise UserError(f"the launch file's DeepSpeed settings are refused: {' '.join(str(error).split())}") from error
     clear_operator_locks(extension_folder())
     config = plugin.deepspeed_config
@@ -62,14 +62,7 @@ def deepspeed_plugin(
     for block in ("optimizer", "scheduler"):
         if config.pop(block, None) is not None:
             notices.append(f"the DeepSpeed JSON's '{block}' block is not used: the recipe's optim section is")
-    for name, kind in (("bf16", "bf16"), ("fp16", "fp16")):
-        enabled = config.get(name, {}).get("enabled", "auto")
-        if enabled != "auto" and bool(enabled) != (precision == kind) and enabled:
-            raise UserError(
-                f'the DeepSpeed JSON enables {name} and the recipe\'s precision is {precision}; write "auto" there'
-            )
-        if enabled != "auto" and not enabled and precision == kind:
-            raise UserError(f'the DeepSpeed JSON disables {name}, which the recipe asks for; write "auto" there')
+    check_json_precision(config, (precision,))
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         # Under DeepSpeed these two find the updates that are not finite, and leave them out.
         if config.get(section, {}).get(key) is False:

@@ -19,17 +19,19 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_SHARDING_STRATEGY
+from accelerate.utils.constants import FSDP_AUTO_WRAP_POLICY, FSDP_BACKWARD_PREFETCH, FSDP_SHARDING_STRATEGY
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
 from distiller.errors import UserError
+from distiller.launch_values import choice, whole_number
 from distiller.process import world_size
 
 PREFIX, PARALLELISM = "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG"
 CLASSES, SIZE, NO_WRAP = FSDP_AUTO_WRAP_POLICY
 HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
 """Sharded inside a machine, replicated over machines; on one machine, what it amounts to."""
+PREFETCHES = (*FSDP_BACKWARD_PREFETCH, "1", "2")
 YES, NO = ("true", "1", "yes"), ("false", "0", "no", "none")
 
 
@@ -87,11 +89,7 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
             os.environ[PARALLELISM] = "false"
     is_alone = found.version == 1 and world_size() == 1
     if found.strategy == "NO_SHARD" or is_alone:
-        if found.offloads:
-            raise UserError(
-                "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, or one process), so nothing "
-                "would be offloaded; use fsdp_version: 2, or remove it"
-            )
+        check_sharding(found, world_size())
         why = "one process has nobody to share with" if is_alone else "NO_SHARD is what DDP does, which runs instead"
         notices.append(f"FSDP1 is not used: {why}")
         os.environ["ACCELERATE_USE_FSDP"] = "false"
@@ -115,9 +113,6 @@ def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
     config: Any = load_config_from_file(str(file))
     if config.distributed_type != DistributedType.FSDP:
         return None
-    for key in ("fsdp_config", "parallelism_config"):
-        if not isinstance(getattr(config, key), dict):
-            raise UserError(f"{file}: {key} is {getattr(config, key)!r}, which is not a mapping of keys")
     values = {str(key).removeprefix("fsdp_"): value for key, value in config.fsdp_config.items()}
     values["transformer_cls_to_wrap"] = values.pop("transformer_layer_cls_to_wrap", None)
     replicas = _num_replicas(config.parallelism_config, num_processes) if config.parallelism_config else 1
@@ -139,6 +134,9 @@ def parse_fsdp(values: Mapping[str, str]) -> FsdpLaunch:
     policy = values.get("AUTO_WRAP_POLICY", NO_WRAP).upper()
     if policy not in FSDP_AUTO_WRAP_POLICY:
         raise UserError(f"fsdp_auto_wrap_policy is {policy}; choose one of {', '.join(FSDP_AUTO_WRAP_POLICY)}")
+    # Accelerate's plugin reads these two itself.
+    _flag(values, "FORWARD_PREFETCH")
+    choice(values.get("BACKWARD_PREFETCH", "NO_PREFETCH").upper(), "fsdp_backward_prefetch", PREFETCHES)
     names = values.get("TRANSFORMER_CLS_TO_WRAP", "")
     return FsdpLaunch(
         version=int(version),
@@ -147,7 +145,7 @@ def parse_fsdp(values: Mapping[str, str]) -> FsdpLaunch:
         recomputes=_flag(values, "ACTIVATION_CHECKPOINTING"),
         policy=policy,
         class_names=tuple(filter(None, (name.strip() for name in names.split(",")))),
-        min_num_params=_whole_number(values.get("MIN_NUM_PARAMS", "1e8")),
+        min_num_params=whole_number(values.get("MIN_NUM_PARAMS", "1e8"), "fsdp_min_num_params"),
         uses_flat=version == "1" and not _flag(values, "USE_ORIG_PARAMS", "true"),
         loads_on_one_rank=_flag(values, "CPU_RAM_EFFICIENT_LOADING", "true"),
     )
@@ -178,8 +176,9 @@ def _strategy(values: Mapping[str, str], version: int) -> str:
 
 def _num_replicas(values: Mapping[str, Any], num_processes: int) -> int:
     sizes = {
-        name: int(values.get(f"parallelism_config_{name}_size") or 1)
+        name: whole_number(values.get(key, 1), key, least=1)
         for name in ("dp_replicate", "dp_shard", "tp", "cp", "sp")
+        for key in (f"parallelism_config_{name}_size",)
     }
     for name, kind in (("tp", "tensor"), ("cp", "context"), ("sp", "sequence")):
         if sizes[name] > 1:
@@ -204,15 +203,22 @@ def _flag(values: Mapping[str, str], key: str, default: str = "false") -> bool:
     return given in YES
 
 
-def _whole_number(given: str) -> int:
-    try:
-        # YAML reads 1e8 as text, and the launcher hands its own default on as 100000000.0.
-        value = float(given)
-    except ValueError:
-        value = -1.0
-    if value < 0 or not value.is_integer():
-        raise UserError(f"fsdp_min_num_params is {given}, which is not a whole number; write it in digits")
-    return int(value)
+def check_sharding(fsdp: FsdpLaunch, num_processes: int) -> None:
+    """Refuses (UserError) an offload of what FSDP1 does not shard, and so leaves alone."""
+    if fsdp.offloads and (fsdp.strategy == "NO_SHARD" or (fsdp.version == 1 and num_processes == 1)):
+        raise UserError(
+            "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, or one process), so nothing "
+            "would be offloaded; use fsdp_version: 2, or remove it"
+        )
+
+
+def check_offload(fsdp: FsdpLaunch, precisions: tuple[str, ...]) -> None:
+    """Refuses (UserError) an offload whose loss is scaled; fp16 without a GPU is refused elsewhere."""
+    if fsdp.offloads and precisions == ("fp16",):
+        raise UserError(
+            "fsdp_offload_params is true and train.mixed_precision is fp16: torch's loss scaler reads its scale on the "
+            "host before it has arrived there; use bf16 or no, or remove the offload"
+        )
 
 
 def wrapped_classes(fsdp: FsdpLaunch, skeleton: nn.Module, block_classes: tuple[str, ...]) -> tuple[str, ...]:
@@ -257,6 +263,7 @@ def fsdp_plugin(
     inputs, timesteps and rotary embeddings among them. FSDP2 gathers weights in that precision and adds gradients up
     in float32; FSDP1, which would add micro-batches up in the lower one, gathers float32.
     """
+    check_offload(fsdp, (precision,))
     if fsdp.uses_flat:
         notices.append(
             "fsdp_use_orig_params is true whatever the launch file says: flat parameters would be decayed alike, "
@@ -275,11 +282,6 @@ def fsdp_plugin(
         notices.append("fsdp_offload_params changes nothing without a GPU: everything is in host memory")
     # Given as an argument it would be a deprecation warning on every rank.
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
-    if fsdp.offloads and precision == "fp16" and not on_cpu:
-        raise UserError(
-            "fsdp_offload_params is true and train.mixed_precision is fp16: torch's loss scaler reads its scale on the "
-            "host before it has arrived there; use bf16 or no, or remove the offload"
-        )
     low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
         # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.

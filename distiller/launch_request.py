@@ -18,7 +18,9 @@ import yaml
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file, load_config_from_file
 from accelerate.commands.launch import launch_command_parser
 
-from distiller.errors import UserError
+from distiller.errors import UserError, shown
+from distiller.launch_keys import SHORT_FORMS, reject_unknown_keys
+from distiller.launch_values import amount, choice, section, whole_number
 from distiller.process import launcher_arguments, world_size
 
 
@@ -37,7 +39,17 @@ class LaunchRequest:
     """What the engine's own sections say (`zero_stage`, `dynamo_backend` ...), under the launcher's flags' names."""
 
 
-SECTIONS = ("deepspeed_config", "dynamo_config", "parallelism_config")
+SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config", "parallelism_config")
+NUMBERS = {"num_processes": -1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
+"""The file's own whole numbers, and the least of each. Without num_processes (-1), Accelerate counts devices."""
+TEXTS = ("distributed_type", "gpu_ids", "main_process_ip", "mixed_precision")
+OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
+OFFLOAD_DEVICES = ("none", "cpu", "nvme")
+SIZES = (
+    *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters"),
+    *("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
+)
+"""ZeRO's whole numbers, in elements, which DeepSpeed would look at when all weights have been read."""
 
 
 def requested_launch() -> LaunchRequest | None:
@@ -86,17 +98,18 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
         raise UserError(f"{file}: no such accelerate config file; `distiller configs` lists the packaged ones")
     try:
         config = _load_config(file)
+    except UserError:
+        raise
     except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
         raise UserError(
             f"{file}: is not an accelerate config file for here ({error}); `accelerate config` writes one"
         ) from error
-    deepspeed_json = (config.deepspeed_config or {}).get("deepspeed_config_file")
-    if deepspeed_json is not None:
-        _check_deepspeed_json(file, Path(str(deepspeed_json)))
-    # YAML 1.1 reads an unquoted NO as false, which Accelerate takes for what was meant.
+    options = _section_options(config)
+    if (deepspeed_json := options.get("deepspeed_config_file")) is not None:
+        read_deepspeed_json(str(file), deepspeed_json)
     kind = "NO" if config.distributed_type is False else str(getattr(config.distributed_type, "value", "NO"))
     # Without num_processes (-1), Accelerate starts one for each device.
-    count = num_processes or config.num_processes
+    count = num_processes or config.num_processes or -1
     return LaunchRequest(
         origin=file.name,
         num_processes=count if count > 0 else world_size(),
@@ -104,18 +117,16 @@ def read_launch_file(file: Path, num_processes: int | None = None) -> LaunchRequ
         use_cpu=bool(config.use_cpu),
         mixed_precision=config.mixed_precision or "no",
         num_machines=config.num_machines or 1,
-        file_keys=frozenset(config.deepspeed_config) | ({"mixed_precision"} if config.mixed_precision else set()),
-        options=_section_options(config),
+        file_keys=frozenset(options) | ({"mixed_precision"} if config.mixed_precision else set()),
+        options=options,
     )
 
 
 def _section_options(config: ClusterConfig) -> dict[str, Any]:
-    sections = (config.deepspeed_config, config.dynamo_config, config.parallelism_config)
     named: dict[str, Any] = {}
-    for name, section in zip(SECTIONS, sections, strict=True):
-        # Accelerate accepts the keys of `dynamo_config` without their prefix too.
-        prefix = "dynamo_" if name == "dynamo_config" else ""
-        named |= {prefix + key.removeprefix(prefix): value for key, value in (section or {}).items()}
+    for name in SECTIONS:
+        prefix = SHORT_FORMS.get(name, "")
+        named |= {prefix + key.removeprefix(prefix): value for key, value in getattr(config, name).items()}
     return named
 
 
@@ -126,41 +137,77 @@ def _load_config(file: Path) -> ClusterConfig:
         raise ValueError("it is not a mapping of keys")
     if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ValueError(f"compute_environment is {content['compute_environment']}; only LOCAL_MACHINE is supported")
+    for name in SECTIONS:
+        section(content.get(name), f"{file}: {name}")
+    reject_unknown_keys(file, content)
+    for name, least in NUMBERS.items():
+        if content.get(name) is not None:
+            whole_number(content[name], f"{file}: {name}", least, takes_text=False)
+    for name in TEXTS:
+        value = content.get(name)
+        # YAML 1.1 reads an unquoted no as false, which Accelerate takes for what was meant.
+        if not isinstance(value, str | None) and value is not False:
+            raise UserError(f"{file}: {name} is {shown(value)}, which is not text; put it in quotes")
     config = load_config_from_file(str(file))
     assert isinstance(config, ClusterConfig)
-    if not isinstance(config.num_processes, int):
-        raise ValueError(f"num_processes is {config.num_processes!r}, which is not a whole number")
-    for name in SECTIONS:
-        section = getattr(config, name)
-        if section is not None and not isinstance(section, dict):
-            raise ValueError(f"{name} is {section!r}, which is not a mapping of keys")
     return config
 
 
 def deepspeed_settings(request: LaunchRequest) -> dict[str, Any]:
     """The settings that a DEEPSPEED request comes to: those of its JSON, or Accelerate's few answers in that form."""
-    options = request.options
+    options, origin = request.options, request.origin
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
-        return json.loads(Path(str(file)).read_text(encoding="utf-8"))
-    zero: dict[str, Any] = {"stage": int(options.get("zero_stage", 2))}
-    for part in ("offload_optimizer", "offload_param"):
+        return read_deepspeed_json(origin, file)
+    # Accelerate's plugin reads these as numbers, though the recipe's take their place.
+    for name, read in (("gradient_accumulation_steps", whole_number), ("gradient_clipping", amount)):
+        if options.get(name, "auto") not in ("auto", None):
+            read(options[name], f"{origin}: {name}")
+    stage = options.get("zero_stage")
+    zero: dict[str, Any] = {"stage": 2 if stage is None else whole_number(stage, f"{origin}: zero_stage")}
+    for part in OFFLOADED_PARTS:
         zero[part] = {
-            "device": str(options.get(f"{part}_device") or "none"),
+            "device": choice(_device(options, part), f"{origin}: {part}_device", OFFLOAD_DEVICES),
             "nvme_path": options.get(f"{part}_nvme_path"),
         }
     return {"zero_optimization": zero}
 
 
-def _check_deepspeed_json(launch_file: Path, file: Path) -> None:
+def _device(options: Mapping[str, Any], part: str) -> str:
+    return str(options.get(f"{part}_device") or "none").lower()
+
+
+def read_deepspeed_json(origin: str, path: Any) -> dict[str, Any]:
+    """Reads the DeepSpeed JSON that a launch file (or flags) names.
+
+    Raises:
+        UserError: there is none, or something in it is no section or no number where one is read.
+    """
+    file = Path(str(path))
     if not os.path.isfile(file):
         raise UserError(
-            f"{launch_file}: deepspeed_config_file {file} does not exist (it is relative to the working directory); "
+            f"{origin}: deepspeed_config_file {file} does not exist (it is relative to the working directory); "
             "`distiller configs FOLDER` writes launch files with paths that work everywhere"
         )
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UserError(f"{launch_file}: deepspeed_config_file {file} is not readable JSON ({error})") from error
+        raise UserError(f"{origin}: deepspeed_config_file {file} is not readable JSON ({error})") from error
     if not isinstance(config, dict):
-        raise UserError(f"{launch_file}: deepspeed_config_file {file} is not a JSON object")
+        raise UserError(f"{origin}: deepspeed_config_file {file} is not a JSON object")
+    if config.get("zero_optimization") is None:
+        raise UserError(f"{file}: zero_optimization is missing; add it, with a stage of 1 to 3")
+    zero = section(config["zero_optimization"], f"{file}: zero_optimization")
+    whole_number(zero.get("stage", 0), f"{file}: zero_optimization.stage", takes_text=False)
+    for name in SIZES:
+        if zero.get(name, "auto") != "auto":
+            whole_number(zero[name], f"{file}: zero_optimization.{name}", takes_text=False)
+    for part in OFFLOADED_PARTS:
+        name = f"zero_optimization.{part}"
+        device = section(zero.get(part), f"{file}: {name}").get("device", "none")
+        choice(device, f"{file}: {name}.device", (*OFFLOAD_DEVICES, "auto"))
+    for name in ("bf16", "fp16"):
+        precision = section(config.get(name, {}), f"{file}: {name}", may_be_nothing=False)
+        enabled = precision.get("enabled", "auto")
+        choice(enabled, f"{file}: {name}.enabled", (True, False, "auto"))
+    return config

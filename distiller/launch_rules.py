@@ -12,7 +12,7 @@ import psutil
 import torch
 
 from distiller.errors import UserError
-from distiller.launch_request import LaunchRequest, deepspeed_settings
+from distiller.launch_request import OFFLOADED_PARTS, LaunchRequest, deepspeed_settings
 
 PRECISIONS = ("no", "bf16", "fp16")
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -22,7 +22,6 @@ JSONS_OWN = (
     "mixed_precision",
 )
 """Keys that Accelerate refuses in a launch file which names a DeepSpeed JSON."""
-OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 SPARE_BYTES_A_PARAMETER = 16
 """Weights, gradient and AdamW's two moments in float32: what DeepSpeed may write for one parameter."""
 
@@ -102,6 +101,26 @@ def check_precision(wanted: str, asked: str) -> None:
         raise UserError(
             f"train.mixed_precision is {wanted} and the launch file says {asked}; remove it from one of the two"
         )
+
+
+def possible_precisions(wanted: str, asked: str) -> tuple[str, ...]:
+    """What a recipe's precision may become: `auto` is the launch file's, else bf16 on a GPU that has it, or `no`."""
+    if wanted != "auto":
+        return (wanted,)
+    return ("bf16", "no") if asked == "no" else (asked,)
+
+
+def check_json_precision(settings: Mapping[str, Any], precisions: tuple[str, ...]) -> None:
+    """Refuses (UserError) a DeepSpeed JSON whose own precision is none that the run may have."""
+    for name in ("bf16", "fp16"):
+        enabled = settings.get(name, {}).get("enabled", "auto")
+        if enabled is True and name not in precisions:
+            raise UserError(
+                f"the DeepSpeed JSON enables {name} and the recipe's precision is {' or '.join(precisions)}; write "
+                '"auto" there'
+            )
+        if enabled is False and precisions == (name,):
+            raise UserError(f'the DeepSpeed JSON disables {name}, which the recipe asks for; write "auto" there')
 
 
 def _check_deepspeed_request(request: LaunchRequest) -> None:

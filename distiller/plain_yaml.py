@@ -38,6 +38,11 @@ def dump_yaml(data: Any) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
+def quoted(text: object) -> str:
+    """Text as a scalar in double quotes, on one line, whatever is in it."""
+    return yaml.safe_dump(str(text), default_style='"', allow_unicode=True, width=float("inf")).strip()
+
+
 class _Loader(yaml.SafeLoader):
     """Knows the scalars above and no others, and refuses a key that stands twice."""
 

@@ -6,7 +6,6 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -15,7 +14,7 @@ from pydantic import BaseModel, ValidationError
 from distiller.classification_config import ClassificationRecipe
 from distiller.config import Recipe
 from distiller.diffusion_config import DiffusionRecipe
-from distiller.errors import UserError, shown
+from distiller.errors import UserError, nearest, shown
 from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
@@ -143,9 +142,9 @@ def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
 
 
 def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str) -> str:
-    here = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.6)
-    if here:
-        return f"did you mean '{prefix}{here[0]}'?"
+    here = nearest(key, model.model_fields)
+    if here is not None:
+        return f"did you mean '{prefix}{here}'?"
     elsewhere = [path for path in _all_keys(recipe) if path.rsplit(".", 1)[-1] == key]
     if elsewhere:
         return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import os
+import re
 import shutil
 from pathlib import Path
 
 from distiller.errors import UserError
+from distiller.plain_yaml import quoted
 
 PACKAGE_DIR = Path(__file__).resolve().parent
 RECIPES_DIR = PACKAGE_DIR / "recipes"
@@ -87,7 +89,7 @@ def copy_launch_files(folder: Path) -> list[Path]:
     Raises:
         UserError: a file of the same name is already there.
     """
-    source, written = launch_files_dir(), []
+    source, root, written = launch_files_dir(), folder.resolve(), []
     files = [file for part in ("accelerate_configs", "ds_configs") for file in sorted((source / part).iterdir())]
     targets = [folder / file.parent.name / file.name for file in files if file.suffix in (".yaml", ".json")]
     taken = [target for target in targets if os.path.lexists(target)]
@@ -101,7 +103,7 @@ def copy_launch_files(folder: Path) -> list[Path]:
             raise UserError(f"{target} cannot be written ({error.strerror}); give another folder") from error
         if target.suffix == ".yaml":
             text = target.read_text(encoding="utf-8")
-            absolute = f"deepspeed_config_file: {folder.resolve()}/ds_configs/"
-            target.write_text(text.replace("deepspeed_config_file: ds_configs/", absolute), encoding="utf-8")
+            text = re.sub(r"(?<=deepspeed_config_file: )(ds_configs/.*)", lambda found: quoted(root / found[1]), text)
+            target.write_text(text, encoding="utf-8")
         written.append(target)
     return written

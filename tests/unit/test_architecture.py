@@ -36,6 +36,7 @@ LAYERS = [
     ["tasks"],
     ["micro_batch"],
     ["cache"],
+    ["launch_keys", "launch_values"],
     ["launch_request"],
     ["launch_rules"],
     ["launch_compile", "launch_deepspeed", "launch_fsdp", "terms"],

@@ -1020,7 +1020,7 @@ class TestLaunchFile:
             (LOCAL + "distributed_type: NO\n", ["NO starts one process", "num_processes is 2", "MULTI_GPU"]),
             (LOCAL + "distributed_type: MULTI_GPU\nmixed_precision: fp8\n", ["fp8", "no, bf16 or fp16"]),
             (LOCAL + "distributed_type: MULTI_GPU\nmixed_precision: bf16\n", ["is no", "says bf16", "remove it"]),
-            (LOCAL + "distributed_type: MULTI_GPU\nno_such_key: 1\n", ["no_such_key", "accelerate config"]),
+            (LOCAL + "distributed_type: MULTI_GPU\nno_such_key: 1\n", ["unknown key 'no_such_key'", "valid here: "]),
             (LOCAL.replace("2", "two") + "distributed_type: MULTI_GPU\n", ["num_processes is 'two'", "whole number"]),
             (LOCAL.replace("2", "4") + "distributed_type: MULTI_GPU\n", ["one update takes 32 samples", "has 27"]),
             (
@@ -1045,6 +1045,55 @@ class TestLaunchFile:
         (tmp_path / "launch.yaml").write_bytes(text if isinstance(text, bytes) else text.encode())
         modes = [["--check", "--config_file", "launch.yaml"]]
         refuse_recipe({"train.mixed_precision": "no"}, *words, modes=modes)
+
+    @pytest.mark.parametrize(
+        ("changes", "launch", "words"),
+        [
+            (
+                {"train.mixed_precision": "fp16"},
+                "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n",
+                ["fsdp_offload_params is true", "is fp16"],
+            ),
+            (
+                {"train.mixed_precision": "auto"},
+                "distributed_type: FSDP\nmixed_precision: fp16\n"
+                "fsdp_config: {fsdp_version: 2, fsdp_offload_params: true}\n",
+                ["fsdp_offload_params is true", "is fp16"],
+            ),
+            (
+                {},
+                "distributed_type: FSDP\n"
+                "fsdp_config: {fsdp_reshard_after_forward: NO_SHARD, fsdp_offload_params: true}\n",
+                ["fsdp_offload_params is true", "NO_SHARD", "nothing would be offloaded"],
+            ),
+            (
+                {},
+                "distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}\n"
+                "parallelism_config: {parallelism_config_tp_size: two}\n",
+                ["parallelism_config_tp_size is 'two'", "not a whole number"],
+            ),
+            (
+                {"train.mixed_precision": "no"},
+                "distributed_type: DEEPSPEED\ndeepspeed_config: {deepspeed_config_file: mine.json}\n",
+                ["the DeepSpeed JSON enables bf16", "precision is no"],
+            ),
+            (
+                {},
+                "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_backend: inducto}\n",
+                ["dynamo_backend is 'inducto'", "'inductor'"],
+            ),
+            (
+                {},
+                "distributed_type: MULTI_GPU\ndynamo_config: {dynamo_use_dynamic: perhaps}\n",
+                ["dynamo_use_dynamic is 'perhaps'", "true or false"],
+            ),
+        ],
+        ids=str,
+    )
+    def test_what_a_launch_would_refuse_is_refused_by_the_check(self, refuse_recipe, tmp_path, changes, launch, words):
+        (tmp_path / "launch.yaml").write_text(self.LOCAL + launch)
+        (tmp_path / "mine.json").write_text('{"zero_optimization": {"stage": 2}, "bf16": {"enabled": true}}')
+        refuse_recipe(changes, *words, modes=[["--check", "--config_file", "launch.yaml"]])
 
     @pytest.mark.parametrize("name", ["nosuch.yaml", "folder", "a" * 300])
     def test_missing(self, refuse_recipe, tmp_path, name):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
-from distiller import commands, draws
+from distiller import cli, commands, draws
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
 from distiller.errors import RunError
 from distiller.process import settle_loader_worker
+from distiller.recipe_file import dump
 from tests import toys
 
 # The contract's list; null where one does not apply.
@@ -84,3 +87,72 @@ def test_every_metric_of_the_contract_is_on_every_line(make_recipe):
     lines = toys.read_metrics(Path(recipe.output_dir))
     assert len(lines) == 2
     assert all(set(line) >= METRICS for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "run/samples.png"), "run/samples.png: the disk is full; "),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), "distiller: the disk is full; "),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "run/a"), "run/a: the disk quota is used up; "),
+        (SafetensorError("I/O error: No space left on device (os error 28)"), "distiller: the disk is full; "),
+    ],
+    ids=["named", "unnamed", "quota", "weights"],
+)
+def test_a_full_disk_that_nothing_else_caught_is_one_line(capsys, error, words):
+    def command(stops):
+        raise error
+
+    assert cli.guarded(command) == 1
+    printed = capsys.readouterr().err
+    assert words in printed
+    assert printed.endswith("make room and start again, a training run with --resume\n")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["samples.png", "summary.tmp"])
+def test_a_disk_that_is_full_after_the_loop(make_recipe, tmp_path, monkeypatch, capsys, name):
+    """What a device that is always full says, where the run's own file would be written."""
+    opened = open
+
+    def full(file, *arguments, **options):
+        is_it = isinstance(file, str | os.PathLike) and os.path.basename(file) == name
+        return opened("/dev/full" if is_it else file, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", full)
+    monkeypatch.setattr("io.open", full)
+    recipe = make_recipe(train={"max_steps": 1})
+    assert cli.guarded(lambda stops: commands.train(recipe, resume=False)) == 1
+    printed = capsys.readouterr().err
+    assert "the disk is full; make room" in printed
+    assert "Traceback" not in printed
+    monkeypatch.undo()
+    assert cli.guarded(lambda stops: commands.train(recipe, resume=True)) == 0
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), SafetensorError("no header"), ValueError("a bug")])
+def test_other_errors_keep_their_traceback(error):
+    def command(stops):
+        raise error
+
+    with pytest.raises(type(error)):
+        cli.guarded(command)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("export", ["export", "run"]),
+        ("evaluate", ["evaluate", "run"]),
+        ("sample", ["sample", "run", "--prompts", "a cat"]),
+        ("check", ["train", "recipe.yaml", "--check"]),
+    ],
+)
+def test_an_interrupt_is_one_line_in_commands_that_do_not_listen(
+    make_recipe, tmp_path, monkeypatch, capsys, name, arguments
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "recipe.yaml").write_text(dump(make_recipe()))
+    monkeypatch.setattr(commands, name, lambda *_: signal.raise_signal(signal.SIGINT))
+    assert cli.main(arguments) == 130
+    assert capsys.readouterr().err == "distiller: stopped by SIGINT; start it again\n"

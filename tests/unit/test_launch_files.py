@@ -31,12 +31,13 @@ def test_every_file_is_listed_in_one_line(capsys):
         assert len(line) <= 120
 
 
-def test_every_copy_works_from_another_folder(tmp_path, monkeypatch, capsys):
-    assert main(["configs", str(tmp_path / "mine")]) == 0
+@pytest.mark.parametrize("name", ["mine", "a #b", "a: b", 'it\'s "so" \\ \u00e9' + " long" * 30])
+def test_every_copy_works_from_another_folder(tmp_path, monkeypatch, capsys, name):
+    assert main(["configs", str(tmp_path / name)]) == 0
     written = [Path(line) for line in capsys.readouterr().out.splitlines()]
     assert sorted(file.name for file in written) == sorted(file.name for file in (*SHIPPED, *JSONS))
     monkeypatch.chdir(tmp_path)
-    for file in sorted((tmp_path / "mine" / "accelerate_configs").iterdir()):
+    for file in sorted((tmp_path / name / "accelerate_configs").iterdir()):
         request = read_launch_file(file)
         if "nvme" not in file.name:
             check_request(request)

@@ -1,5 +1,7 @@
 """Launch files: what `accelerate config` writes is read, and what is not run is refused in one line."""
 
+import dataclasses
+import json
 import os
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,12 +9,23 @@ from typing import Any, cast
 
 import pytest
 import yaml
+from accelerate.commands.config.config_args import ClusterConfig
+from accelerate.commands.launch import launch_command_parser
+from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
 from distiller.errors import UserError
 from distiller.launch import World
 from distiller.launch_deepspeed import Offload
-from distiller.launch_request import deepspeed_settings, read_launch_file
-from distiller.launch_rules import check_nvme_room, check_request, check_zero, fill_nvme_paths
+from distiller.launch_keys import reject_unknown_keys
+from distiller.launch_request import LaunchRequest, deepspeed_settings, read_launch_file
+from distiller.launch_rules import (
+    check_json_precision,
+    check_nvme_room,
+    check_request,
+    check_zero,
+    fill_nvme_paths,
+    possible_precisions,
+)
 from distiller.recipe_file import parse
 from distiller.student_size import gpu_bytes, host_bytes
 from tests import toys
@@ -103,12 +116,133 @@ def test_questionnaires_that_are_refused(monkeypatch, tmp_path, answers, words):
             ["multinode_launcher pdsh is not supported", "standard"],
         ),
         ({"parallelism_config": {"parallelism_config_tp_size": 2}}, ["parallelism_config is not supported"]),
+        ({"deepspeed_config": {"zero_stage": "two"}}, ["zero_stage is 'two'", "not a whole number"]),
+        ({"deepspeed_config": {"zero_stage": True}}, ["zero_stage is true", "not a whole number"]),
+        ({"deepspeed_config": {"gradient_clipping": "some"}}, ["gradient_clipping is 'some'", "not a number"]),
+        ({"deepspeed_config": {"gradient_accumulation_steps": [2]}}, ["gradient_accumulation_steps is [2]"]),
+        ({"deepspeed_config": {"offload_optimizer_device": "gpu"}}, ["offload_optimizer_device is 'gpu'", "'nvme'"]),
+        ({"num_processes": "two"}, ["num_processes is 'two'", "not a whole number"]),
+        ({"num_machines": "one"}, ["num_machines is 'one'", "not a whole number"]),
+        ({"num_machines": 0}, ["num_machines is 0", "at least 1"]),
+        ({"machine_rank": "first"}, ["machine_rank is 'first'", "not a whole number"]),
+        ({"main_process_port": 29500.5}, ["main_process_port is 29500.5", "not a whole number"]),
+        ({"gpu_ids": 0}, ["gpu_ids is 0", "quotes"]),
+        ({"distributed_type": ["FSDP"]}, ["distributed_type is ['FSDP']", "not text"]),
+        *(
+            ({name: value}, [f"{name} is", "not a mapping of keys"])
+            for name in ("deepspeed_config", "dynamo_config", "fsdp_config", "parallelism_config")
+            for value in (True, ["a"])
+        ),
     ],
 )
 def test_files_that_are_refused(tmp_path, changes, words):
     with pytest.raises(UserError) as refusal:
         check_request(read_launch_file(written(tmp_path, **changes)))
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, ["zero_optimization is missing"]),
+        ({"zero_optimization": True}, ["zero_optimization is true", "not a mapping"]),
+        ({"zero_optimization": [2]}, ["zero_optimization is [2]", "not a mapping"]),
+        ({"zero_optimization": {"stage": "2"}}, ["zero_optimization.stage is '2'", "without quotes"]),
+        ({"zero_optimization": {"stage": True}}, ["zero_optimization.stage is true", "not a whole number"]),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}},
+            ["zero_optimization.offload_optimizer is 'cpu'", "not a mapping"],
+        ),
+        (
+            {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "gpu"}}},
+            ["zero_optimization.offload_optimizer.device is 'gpu'", "'cpu'"],
+        ),
+        ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, ["reduce_bucket_size is 'big'"]),
+        ({"zero_optimization": {"stage": 2}, "bf16": True}, ["bf16 is true", "not a mapping"]),
+        ({"zero_optimization": {"stage": 2}, "fp16": None}, ["fp16 is nothing", "not a mapping"]),
+        ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "on"}}, ["bf16.enabled is 'on'", "choose one of"]),
+    ],
+)
+def test_jsons_that_are_refused(tmp_path, settings, words):
+    """By whichever way the JSON is named: in a launch file, or as a flag."""
+    (tmp_path / "mine.json").write_text(json.dumps(settings))
+    named = {"deepspeed_config_file": str(tmp_path / "mine.json")}
+    flagged = LaunchRequest("accelerate launch", 2, "DEEPSPEED", False, "no", options=named)
+    for refuse in (
+        lambda: read_launch_file(written(tmp_path, deepspeed_config=named)),
+        lambda: check_request(flagged),
+    ):
+        with pytest.raises(UserError) as refusal:
+            refuse()
+        assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_json_in_many_forms_is_read(tmp_path):
+    zero = {"stage": 2, "offload_optimizer": {"device": "auto"}, "offload_param": None, "reduce_bucket_size": 5e8}
+    (tmp_path / "mine.json").write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": "auto"}}))
+    named = {"deepspeed_config_file": str(tmp_path / "mine.json"), "deepspeed_multinode_launcher": "standard"}
+    request = read_launch_file(written(tmp_path, deepspeed_config=named))
+    check_request(request)
+    assert deepspeed_settings(request)["zero_optimization"] == zero
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fsdp_config": {"fsdp_offload_param": True}}, "'fsdp_config.fsdp_offload_params'"),
+        ({"fsdp_config": {"offload_param": True}}, "'fsdp_config.offload_params'"),
+        ({"fsdp_config": {"fsdp_verion": 2}}, "'fsdp_config.fsdp_version'"),
+        ({"fsdp_config": {"zero_stage": 2}}, "'deepspeed_config.zero_stage'"),
+        ({"deepspeed_config": {"zero_stages": 3}}, "'deepspeed_config.zero_stage'"),
+        ({"deepspeed_config": {3: 3}}, "valid here: deepspeed_config_file, zero_stage"),
+        ({"deepspeed_config": {"mixed_precision": "bf16"}}, "'mixed_precision' stands at the top"),
+        ({"dynamo_config": {"dynamo_bakend": "inductor"}}, "'dynamo_config.dynamo_backend'"),
+        ({"parallelism_config": {"tp_size": 2}}, "'parallelism_config.parallelism_config_tp_size'"),
+        ({"num_proceses": 2}, "'num_processes'"),
+        ({"zero_stage": 2}, "'deepspeed_config.zero_stage'"),
+    ],
+)
+def test_misspelt_keys_name_the_nearest(tmp_path, changes, words):
+    with pytest.raises(UserError, match=f"unknown key .*{words}"):
+        read_launch_file(written(tmp_path, **changes))
+
+
+def test_every_key_that_accelerate_reads_is_accepted(tmp_path):
+    """Those of its launcher's flags, and what its converter to FSDP2 knows, with and without their prefixes."""
+    flags = [name for name in vars(launch_command_parser().parse_args(["script"])) if "_" in name]
+    fsdp = {*(name for name in flags if name.startswith("fsdp_")), *ARGUMENT_KEY_MAPPING, "fsdp_ignored_modules"}
+    dynamo = {name for name in flags if name.startswith("dynamo_")}
+    own = {name for name in flags if name.startswith(("deepspeed_", "zero", "offload_", "gradient_"))}
+    assert len(own) == 15
+    written_keys = {
+        "fsdp_config": fsdp | {name.removeprefix("fsdp_") for name in fsdp},
+        "dynamo_config": dynamo | {name.removeprefix("dynamo_") for name in dynamo},
+        "deepspeed_config": own - {"deepspeed_config_file"},
+        "parallelism_config": {name for name in flags if name.startswith("parallelism_config_")},
+    }
+    sections = {name: dict.fromkeys(keys, None) for name, keys in written_keys.items()}
+    top = {field.name: None for field in dataclasses.fields(ClusterConfig) if field.name not in DEEPSPEED_FILE}
+    read_launch_file(written(tmp_path, **(top | {"compute_environment": None} | sections)))
+    reject_unknown_keys(tmp_path, dict.fromkeys((*top, "fp16", "dynamo_backend")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "precisions", "words"),
+    [
+        ({"fp16": {"enabled": True}}, possible_precisions("auto", "no"), "enables fp16 and .* is bf16 or no"),
+        ({"bf16": {"enabled": True}}, possible_precisions("no", "no"), "enables bf16"),
+        ({"bf16": {"enabled": False}}, possible_precisions("bf16", "no"), "disables bf16"),
+        ({"fp16": {"enabled": False}}, possible_precisions("auto", "fp16"), "disables fp16"),
+    ],
+)
+def test_a_json_s_own_precision_is_refused(settings, precisions, words):
+    with pytest.raises(UserError, match=words):
+        check_json_precision(settings, precisions)
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": {"enabled": "auto"}}, {"bf16": {"enabled": True}}, {"bf16": {}}])
+def test_a_json_s_precision_that_may_be_the_run_s(settings):
+    check_json_precision(settings, possible_precisions("auto", "no"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
