@@ -57,7 +57,13 @@ def reference(toy) -> Path:
     return toy / "reference"
 
 
-@pytest.mark.parametrize("name", ["cpu_2proc", "zero2", "zero3_offload"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("cpu_2proc", "zero1", "zero2", "zero3_offload", "fsdp2", "fsdp1"),
+        pytest.param("fsdp2_offload", marks=pytest.mark.thorough),
+    ],
+)
 def test_every_engine_leaves_out_the_same_updates(toy, reference, name):
     folder = toy / name
     result = train(toy, name, folder, "train.batch_size=4")

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from distiller.output import MAY_CHANGE_ON_RESUME, SECTIONS_THAT_MAY_CHANGE_ON_RESUME
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.recipe_file import load
 from tests import recipe_keys
@@ -289,6 +290,14 @@ def test_quoted_messages_are_the_programs():
 
 def _without_values(text: str) -> str:
     return re.sub(r"\{[^{}]*\}|\b\d+\b|\bN\b|(?<=the teacher's )prediction", "#", text)
+
+
+def test_what_may_change_on_resume_is_listed():
+    text = (ROOT / "docs" / "resuming.md").read_text(encoding="utf-8")
+    listed = re.search(r"^### What may change\n(.*?)^Any other key", text, flags=re.MULTILINE | re.DOTALL)
+    assert listed
+    named = set(re.findall(r"`([a-z_.]+)`", listed[1])) - {"cached"}
+    assert named == {*MAY_CHANGE_ON_RESUME, *SECTIONS_THAT_MAY_CHANGE_ON_RESUME}
 
 
 def test_the_page_of_keys_is_the_recipes():
