@@ -44,11 +44,10 @@ def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str,
     Args:
         environment: variables to set beside those of this process.
     """
-    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(free_port())} | (environment or {})
     process = subprocess.Popen(
         command,
         cwd=cwd,
-        env=environment,
+        env=_environment() | (environment or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -57,9 +56,7 @@ def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str,
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # PYTHONFAULTHANDLER prints every thread's stack on SIGABRT.
-        for pid in _descendants(process.pid):
-            os.kill(pid, signal.SIGABRT)
+        _print_stacks(psutil.Process(process.pid).children(recursive=True))
         os.killpg(process.pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
         raise AssertionError(f"no end within {timeout_s} s:\n{stdout}\n{stderr}") from None
@@ -71,11 +68,10 @@ class Running:
 
     def __init__(self, command: list[str], run_dir: Path, cwd: Path = ROOT) -> None:
         """`run_dir` is the output folder that the command names."""
-        environment = os.environ | {"MASTER_PORT": str(free_port())}
         self.run_dir, self._output = run_dir, Path(tempfile.mkdtemp()) / "output.txt"
         with self._output.open("w") as output:
             self._process = subprocess.Popen(
-                command, cwd=cwd, env=environment, stdout=output, stderr=output, start_new_session=True
+                command, cwd=cwd, env=_environment(), stdout=output, stderr=output, start_new_session=True
             )
         self._seen: dict[int, psutil.Process] = {}
 
@@ -116,9 +112,11 @@ class Running:
         limit = time.monotonic() + timeout_s
         while not condition():
             self._look()
-            if time.monotonic() > limit or self._process.poll() is not None:
+            if time.monotonic() > limit:
+                raise AssertionError(f"not within {timeout_s} s:\n{self.last_words()}")
+            if self._process.poll() is not None:
                 self.kill_all()
-                raise AssertionError(f"not within {timeout_s} s, or ended before:\n{self.output}")
+                raise AssertionError(f"ended before:\n{self.output}")
             time.sleep(0.02)
 
     def wait_until_gone(self, timeout_s: float) -> int:
@@ -128,13 +126,11 @@ class Running:
         try:
             self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self.kill_all()
-            raise AssertionError(f"no end within {timeout_s} s:\n{self.output}") from None
+            raise AssertionError(f"no end within {timeout_s} s:\n{self.last_words()}") from None
         _, alive = psutil.wait_procs(self._seen.values(), max(0.1, limit - time.monotonic()))
         alive = [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
         if alive:
-            self.kill_all()
-            raise AssertionError(f"still alive after {timeout_s} s: {alive}\n{self.output}")
+            raise AssertionError(f"still alive after {timeout_s} s: {alive}\n{self.last_words()}")
         return self._process.returncode
 
     def kill_all(self) -> None:
@@ -144,6 +140,13 @@ class Running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
+
+    def last_words(self) -> str:
+        """Ends every process of the launch; all that was printed, with the stacks of what was still running."""
+        self._look()
+        _print_stacks(list(self._seen.values()))
+        self.kill_all()
+        return self.output
 
     def _look(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -157,8 +160,16 @@ def begin(config_file: Path | str, run_dir: Path, *arguments: str) -> Running:
     return Running([*launcher, "-m", "distiller", *arguments, f"output_dir={run_dir}"], run_dir)
 
 
-def _descendants(pid: int) -> list[int]:
-    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONFAULTHANDLER": "1", "MASTER_PORT": str(free_port())}
+
+
+def _print_stacks(processes: list[psutil.Process]) -> None:
+    """Ends processes by SIGABRT, on which PYTHONFAULTHANDLER prints every thread's stack."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
+    psutil.wait_procs(processes, timeout=5)
 
 
 def free_port() -> int:

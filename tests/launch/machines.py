@@ -70,6 +70,11 @@ def begun_on_both(
             folder = folders[machine] if folders else ROOT
             running.append(Running([*command, f"output_dir={run_dir}"], run_dir, folder))
         yield running
+    except AssertionError:
+        # The failure has the output of one of them.
+        for machine, one in enumerate(running):
+            print(f"machine {machine}:\n{one.last_words()}")
+        raise
     finally:
         for one in running:
             one.kill_all()

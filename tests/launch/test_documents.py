@@ -1,7 +1,7 @@
 """What the documents say is so: their commands run, their links lead somewhere, their keys and files exist.
 
-In README.md and docs/*.md a ```bash or ```python block is run, a ```yaml block that begins with `# NAME.yaml` is
-written to that file, and a ```console block is shown only: NOT_RUN lists those.
+In README.md and docs/*.md a ```bash or ```python block is run (in library-failures.md each by itself), a ```yaml block
+that begins with `# NAME.yaml` is written to that file, and a ```console block is shown only: NOT_RUN lists those.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from tests import recipe_keys
 from tests.launch.launching import ROOT, run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FAILURES = ROOT / "docs" / "library-failures.md"
 LAUNCH_FILES = [*(ROOT / "accelerate_configs").glob("*.yaml"), *(ROOT / "ds_configs").glob("*.json")]
 COMMAND_TIMEOUT_S = 240
 
@@ -172,7 +173,7 @@ def already_run() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path != FAILURES], ids=lambda path: path.stem)
 def test_the_commands_run(document, checkout, already_run):
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {"PATH": path, "PYTHONPATH": str(checkout)}
@@ -188,6 +189,25 @@ def test_the_commands_run(document, checkout, already_run):
         interpreter = ["bash", "-euo", "pipefail", "-c"] if block.language == "bash" else [sys.executable, "-c"]
         result = run([*interpreter, text], COMMAND_TIMEOUT_S, checkout, environment)
         assert result.code == 0, f"{document.name}, line {block.line}:\n{text}\n{result.stdout}\n{result.stderr}"
+
+
+def failures() -> Iterator[Any]:
+    """Each reproduction under the name of its section."""
+    headings = [
+        (number, line) for number, line in enumerate(FAILURES.read_text(encoding="utf-8").splitlines(), start=1)
+    ]
+    for block in blocks_of(FAILURES):
+        if block.language == "python":
+            heading = [line for number, line in headings if number < block.line and line.startswith("### ")][-1]
+            yield pytest.param(block, id=heading.removeprefix("### ").replace("`", ""))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", list(failures()))
+def test_a_library_still_fails(block, tmp_path):
+    """If one has been mended, its section goes, and so may what distiller does about it."""
+    result = run([sys.executable, "-c", block.text], COMMAND_TIMEOUT_S, tmp_path)
+    assert result.code == 0, f"{FAILURES.name}, line {block.line}:\n{result.stdout}\n{result.stderr}"
 
 
 def test_what_is_not_run_is_listed():
