@@ -14,7 +14,7 @@ MAY_DIFFER = (
     *("output_dir", "cache_dir", "data.path", "student.path", "student.config"),
     *("teacher.path", "teacher.cache", "teacher.nvme_path"),
 )
-"""Where things lie on a machine. Whether they are the same things is asked elsewhere."""
+"""Where things lie on a machine. Of the data the content is compared, of teacher and student it is not."""
 PACKAGES = ("distiller", "torch", "accelerate", "deepspeed", "diffusers", "transformers")
 
 
