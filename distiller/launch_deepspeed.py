@@ -11,6 +11,7 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
 
+from distiller.asynchronous_io import check_asynchronous_io
 from distiller.config import Recipe
 from distiller.errors import UserError
 from distiller.launch_request import OFFLOADED_PARTS, LaunchRequest
@@ -92,13 +93,7 @@ def _use_what_there_is(zero: dict[str, Any], notices: list[str]) -> None:
         del zero["offload_param"]
     devices = [(zero.get(part) or {}).get("device") for part in ("offload_optimizer", "offload_param")]
     if "nvme" in devices:
-        from deepspeed.ops.op_builder import AsyncIOBuilder
-
-        if not AsyncIOBuilder().is_compatible(verbose=False):
-            raise UserError(
-                "offload to nvme: DeepSpeed reads and writes with libaio, which is not installed; apt-get install "
-                "libaio-dev, or use zero3_offload.yaml"
-            )
+        check_asynchronous_io("offload to nvme", "zero3_offload.yaml")
         _use_own_folders(zero)
 
 

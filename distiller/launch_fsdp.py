@@ -7,6 +7,7 @@ compute wrong numbers with others (flat parameters, inputs in bfloat16), so they
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -87,11 +88,9 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
         if on_cpu or replicas == 1:
             # One replica needs no mesh of its own; and without a GPU Accelerate finds no FSDP that could have one.
             os.environ[PARALLELISM] = "false"
-    is_alone = found.version == 1 and world_size() == 1
-    if found.strategy == "NO_SHARD" or is_alone:
-        check_sharding(found, world_size())
-        why = "one process has nobody to share with" if is_alone else "NO_SHARD is what DDP does, which runs instead"
-        notices.append(f"FSDP1 is not used: {why}")
+    if reason := _why_whole(found, local_world_size):
+        check_sharding(replace(found, strategy="NO_SHARD"), world_size())
+        notices.append(f"FSDP1 is not used: {reason}")
         os.environ["ACCELERATE_USE_FSDP"] = "false"
         return None
     if found.strategy in HYBRID:
@@ -106,6 +105,17 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
             )
         return replace(found, num_replicas=world_size() // local_world_size)
     return found
+
+
+def _why_whole(fsdp: FsdpLaunch, local_world_size: int) -> str | None:
+    """Why FSDP1 would shard nothing; None where it would."""
+    if fsdp.version == 1 and world_size() == 1:
+        return "one process has nobody to share with"
+    if fsdp.strategy == "NO_SHARD":
+        return "NO_SHARD is what DDP does, which runs instead"
+    if fsdp.strategy in HYBRID and local_world_size == 1:
+        return f"{fsdp.strategy} with one process a machine is what DDP does, which runs instead"
+    return None
 
 
 def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
@@ -207,8 +217,8 @@ def check_sharding(fsdp: FsdpLaunch, num_processes: int) -> None:
     """Refuses (UserError) an offload of what FSDP1 does not shard, and so leaves alone."""
     if fsdp.offloads and (fsdp.strategy == "NO_SHARD" or (fsdp.version == 1 and num_processes == 1)):
         raise UserError(
-            "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, or one process), so nothing "
-            "would be offloaded; use fsdp_version: 2, or remove it"
+            "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, one process, or HYBRID_SHARD with "
+            "one a machine), so nothing would be offloaded; use fsdp_version: 2, or remove it"
         )
 
 
@@ -293,13 +303,17 @@ def fsdp_plugin(
         mixed = MixedPrecision(cast_root_forward_inputs=False)
         offload = fsdp.offloads and not on_cpu
     policy = NO_WRAP if not classes else SIZE if fsdp.policy == SIZE and fsdp.version == 1 else CLASSES
+    min_num_params = fsdp.min_num_params
+    if policy == NO_WRAP and fsdp.strategy in HYBRID:
+        # FSDP1 finds the machines' groups only where it has a rule for units. No module is as large as this one asks.
+        policy, min_num_params = SIZE, sys.maxsize
     try:
         return FullyShardedDataParallelPlugin(
             fsdp_version=fsdp.version,
             reshard_after_forward=fsdp.shards_weights if fsdp.version == 2 else None,
             auto_wrap_policy=policy,  # type: ignore[arg-type]
             transformer_cls_names_to_wrap=list(classes),
-            min_num_params=fsdp.min_num_params,
+            min_num_params=min_num_params,
             mixed_precision_policy=mixed,  # type: ignore[arg-type]
             cpu_offload=offload,
             state_dict_type="SHARDED_STATE_DICT",

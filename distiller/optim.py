@@ -24,18 +24,19 @@ def build_optimizer(trained: nn.Module, optim: Optim) -> torch.optim.AdamW:
         groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay, fused=optim.fused
     )
     if optim.fused:
-        optimizer.register_step_pre_hook(_shape_found_inf)
+        optimizer.register_step_pre_hook(_settle_found_inf)
     return optimizer
 
 
-def _shape_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Makes the flag of an overflow a scalar: FSDP1's scaler gives a vector of one, which fused AdamW's counts refuse.
+def _settle_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Makes the flag of an overflow the scalar 0 or 1 that fused AdamW reads; torch 2.11 to 2.13.
 
-    "output with shape [] doesn't match the broadcast shape [1]", torch 2.11 to 2.13.
+    FSDP1's scaler gives a vector of one, which AdamW's counts refuse ("output with shape [] doesn't match the broadcast
+    shape [1]"), and in it the number of ranks that found one. The kernels look for 1 and would take a step for 2.
     """
     flag: Tensor | None = vars(optimizer).get("found_inf")
     if flag is not None:
-        vars(optimizer)["found_inf"] = flag.reshape(())
+        vars(optimizer)["found_inf"] = flag.reshape(()).clamp(max=1.0)
 
 
 def learning_rate(optim: Optim, step: int, last_step: int) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distiller.errors import UserError
+from distiller.asynchronous_io import check_asynchronous_io
 from distiller.resources import launch_files_dir
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.filling import Plan, plan_modules
@@ -124,11 +124,5 @@ def _read_config(plans: Sequence[Plan], setup: Setup, folder: SwapFolder | None)
 
 
 def _swap_folder(setup: Setup) -> SwapFolder:
-    from deepspeed.ops.op_builder import AsyncIOBuilder
-
-    if not AsyncIOBuilder().is_compatible(verbose=False):
-        raise UserError(
-            "teacher.offload=nvme: DeepSpeed reads and writes with libaio, which is not installed; apt-get install "
-            "libaio-dev, or use teacher.placement=disk"
-        )
+    check_asynchronous_io("teacher.offload=nvme", "teacher.placement=disk")
     return SwapFolder(Path(setup.options.nvme_path or "").expanduser())

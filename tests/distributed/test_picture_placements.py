@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from distiller import draws
+from distiller.devices import set_tf32
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.teacher_config import Teacher as TeacherOptions
@@ -106,6 +107,7 @@ def answers_of_all(folder: Path, on_gpu: bool = False, dtype: torch.dtype = torc
     """On this rank, or the traceback of what went wrong."""
     from accelerate import PartialState
 
+    set_tf32(False)
     state, results = PartialState(cpu=not on_gpu), {}
     rank, device = state.process_index, str(state.device) if on_gpu else "cpu"
     for kind in toy_pictures.KINDS:

@@ -7,13 +7,12 @@ from ctypes.util import find_library
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
 from tests import toys
-from tests.launch.launching import CONFIGS, launch, start
+from tests.gpu.ranks import NUM_GPUS, run_on_gpus
+from tests.launch.launching import CONFIGS, start
 
-NUM_GPUS = torch.cuda.device_count()
 ENGINES = {
     "ddp": "ddp",
     "zero2": "deepspeed-zero2",
@@ -45,10 +44,7 @@ def bfloat16(toy, float32) -> Path:
 
 
 def train(toy: Path, name: str, output_dir: Path, *overrides: str) -> Path:
-    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides]
-    result = launch(CONFIGS / f"{name}.yaml", *arguments, timeout_s=280)
-    assert result.code == 0, result.stderr
-    return output_dir
+    return run_on_gpus(CONFIGS / f"{name}.yaml", output_dir, "train", str(toy / "recipe.yaml"), *overrides)
 
 
 def distances(run_dir: Path, reference_dir: Path) -> tuple[float, float]:
@@ -71,7 +67,6 @@ def test_a_gpu_equals_a_cpu_in_float32(toy, float32):
     assert metrics["perf/student_ms"] > 0
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ENGINES)
 def test_engines_equal_one_gpu_in_float32(toy, float32, name):
     run_dir = train(toy, name, toy / f"{name}-float32", "train.batch_size=4", "train.mixed_precision=no")
@@ -81,9 +76,8 @@ def test_engines_equal_one_gpu_in_float32(toy, float32, name):
     assert students < 1e-5
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
-@pytest.mark.parametrize("num_processes", [1, 2])
+@pytest.mark.parametrize("num_processes", range(1, min(2, NUM_GPUS) + 1))
 def test_weights_and_optimizer_on_a_disk_equal_one_gpu(toy, float32, num_processes):
     """And nothing stays there."""
     disk, run_dir = toy / f"disk-{num_processes}", toy / f"nvme-{num_processes}"
@@ -99,7 +93,6 @@ def test_weights_and_optimizer_on_a_disk_equal_one_gpu(toy, float32, num_process
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["zero2", "zero3_offload"])
 def test_deepspeed_runs_in_bfloat16(toy, bfloat16, name):
     """bfloat16 keeps 8 bits, and DeepSpeed keeps the module itself in it: the series agree to a percent."""

@@ -17,11 +17,11 @@ from distiller.average import MovingAverage
 from distiller.student_state.plain import PlainState
 from distiller.trainer import train
 from tests import toys
-from tests.launch.launching import CONFIGS, begin, launch
+from tests.gpu.ranks import NUM_GPUS, run_on_gpus
+from tests.launch.launching import CONFIGS, begin
 from tests.launch.test_bad_batches import make_toy
 from tests.toy_task import DIM, LinearTeacher, TokenTask, build_toy_run, toy_recipe
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 ENDLESS = ["train.max_steps=1000000", "checkpoint.every_steps=1000000", "train.batch_size=4"]
@@ -66,9 +66,7 @@ def test_a_healthy_update_makes_the_host_wait_for_nothing(tmp_path):
 
 
 def run_toy(toy: Path, name: str, folder: Path, *overrides: str) -> list[dict]:
-    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={folder}", *overrides]
-    result = launch(CONFIGS / f"{name}.yaml", *arguments, timeout_s=280)
-    assert result.code == 0, result.stderr
+    run_on_gpus(CONFIGS / f"{name}.yaml", folder, "train", str(toy / "recipe.yaml"), *overrides)
     return toys.read_metrics(folder)
 
 
@@ -78,10 +76,14 @@ def run_toy(toy: Path, name: str, folder: Path, *overrides: str) -> list[dict]:
         ("single_gpu", "no"),
         ("single_gpu", "bf16"),
         ("single_gpu", "fp16"),
-        pytest.param("ddp", "no", marks=two_gpus),
-        pytest.param("ddp", "fp16", marks=two_gpus),
-        pytest.param("zero2", "bf16", marks=two_gpus),
-        pytest.param("zero3_offload", "no", marks=two_gpus),
+        ("ddp", "no"),
+        ("ddp", "fp16"),
+        ("zero2", "bf16"),
+        ("zero3_offload", "no"),
+        ("fsdp2", "no"),
+        ("fsdp2", "bf16"),
+        ("fsdp2", "fp16"),
+        ("fsdp1", "fp16"),
     ],
 )
 def test_bad_updates_are_left_out(toy, name, precision):

@@ -1,4 +1,4 @@
-"""FSDP on two real GPUs against one: run by hand, `python -m pytest tests/gpu/test_fsdp.py -s`. CI has no GPU."""
+"""FSDP on real GPUs against one process: run by hand, `python -m pytest tests/gpu/test_fsdp.py -s`. CI has no GPU."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 
 from tests import toys
+from tests.gpu.ranks import NUM_GPUS, run_on_gpus
 from tests.gpu.test_engines import distances
-from tests.launch.launching import CONFIGS, launch
+from tests.launch.launching import CONFIGS
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
 SIZE = {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 2000}
 NO_WRAP = {"fsdp_auto_wrap_policy": "NO_WRAP"}
@@ -57,9 +57,7 @@ def train(toy: Path, name: str, config: str, *overrides: str, fsdp: dict[str, An
         content["fsdp_config"] |= fsdp
     file = toy / "launch.yaml"
     file.write_text(yaml.safe_dump(content))
-    result = launch(file, "train", str(toy / "recipe.yaml"), f"output_dir={toy / name}", *overrides, timeout_s=280)
-    assert result.code == 0, result.stderr
-    return toy / name
+    return run_on_gpus(file, toy / name, "train", str(toy / "recipe.yaml"), *overrides)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +92,10 @@ def test_variants_in_float32_equal_one_gpu(toy, float32, variant):
     """Offloaded ones too: the optimizer steps on the CPU, and clipping needs gloo for CPU tensors beside NCCL."""
     config, fsdp = VARIANTS[variant]
     options = ["train.batch_size=4", "train.mixed_precision=no"]
-    check(train(toy, variant.replace(", ", "-"), config, *options, fsdp=fsdp), float32, config[:5])
+    # Two machines that share a GPU have a process each.
+    is_replicated = NUM_GPUS < 2 and "hybrid" in variant
+    run_dir = train(toy, variant.replace(", ", "-"), config, *options, fsdp=fsdp)
+    check(run_dir, float32, "ddp" if is_replicated else config[:5])
 
 
 @pytest.mark.parametrize("config", ["fsdp2", "fsdp1"])

@@ -10,9 +10,9 @@ import yaml
 from safetensors.torch import load_file
 
 from tests import classifiers, toy_causal_lm, toys
-from tests.launch.launching import CONFIGS, launch
+from tests.gpu.ranks import NUM_GPUS, run_on_gpus
+from tests.launch.launching import CONFIGS
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 FLOAT32, BFLOAT16 = ("train.mixed_precision=no", "teacher.dtype=float32"), ("train.mixed_precision=bf16",)
 OF_TWO = ("train.batch_size=2", "train.samples_per_update=8")
@@ -42,9 +42,7 @@ def texts(tmp_path_factory) -> Path:
 
 def run(folder: Path, command: str, output_dir: str, name: str, *overrides: str) -> list[float]:
     """Trains, or caches; returns the losses."""
-    options = [str(folder / "recipe.yaml"), f"output_dir={folder / output_dir}", *overrides]
-    result = launch(CONFIGS / f"{name}.yaml", command, *options, timeout_s=280)
-    assert result.code == 0, result.stderr
+    run_on_gpus(CONFIGS / f"{name}.yaml", folder / output_dir, command, str(folder / "recipe.yaml"), *overrides)
     return [line["loss"] for line in toys.read_metrics(folder / output_dir)] if command == "train" else []
 
 
@@ -64,7 +62,6 @@ def compare(folder: Path, name: str, losses: list[float], reference: list[float]
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 def test_classifiers_in_float32_are_the_same_under_every_engine(pictures):
     options = (*FLOAT32, "student.batch_norm=group")
     reference = run(pictures, "train", "reference", "single_gpu", *options)
@@ -77,7 +74,6 @@ def test_classifiers_in_float32_are_the_same_under_every_engine(pictures):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("name", ["zero2", "fsdp2"])
 def test_running_statistics_in_bfloat16_go_on_where_they_were(pictures, name):
     options = (*BFLOAT16, "student.batch_norm=batch", *OF_TWO_WHOLE, "train.ema_decay=0.9", "train.num_epochs=null")
@@ -90,7 +86,6 @@ def test_running_statistics_in_bfloat16_go_on_where_they_were(pictures, name):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 def test_language_models_in_float32_are_the_same_under_every_engine(texts):
     losses = ("task.losses.alpha=0.7", "task.losses.features={weight: 0.5, student_blocks: [0], teacher_blocks: [2]}")
     reference = run(texts, "train", "reference", "single_gpu", *FLOAT32, *losses)

@@ -169,10 +169,17 @@ def changed(tmp_path: Path, **changes: Any) -> Path:
     return tmp_path / "changed.yaml"
 
 
-@pytest.mark.parametrize("why", ["NO_SHARD", "one process"])
-def test_where_fsdp1_shards_nothing_it_is_left_out_and_said(monkeypatch, why):
-    launched(monkeypatch, RESHARD_AFTER_FORWARD="no_shard" if why == "NO_SHARD" else "full_shard")
-    monkeypatch.setenv("WORLD_SIZE", "2" if why == "NO_SHARD" else "1")
+@pytest.mark.parametrize(
+    ("why", "strategy", "num_processes"),
+    [
+        ("NO_SHARD", "no_shard", "2"),
+        ("one process has", "full_shard", "1"),
+        ("HYBRID_SHARD with one process a machine", "hybrid_shard", "2"),
+    ],
+)
+def test_where_fsdp1_shards_nothing_it_is_left_out_and_said(monkeypatch, why, strategy, num_processes):
+    launched(monkeypatch, RESHARD_AFTER_FORWARD=strategy)
+    monkeypatch.setenv("WORLD_SIZE", num_processes)
     notices: list[str] = []
     assert launched_fsdp(True, 1, notices) is None
     assert why in notices[0]
@@ -183,14 +190,14 @@ def test_where_fsdp1_shards_nothing_it_is_left_out_and_said(monkeypatch, why):
 
 def test_hybrid_sharding_on_one_machine_is_what_it_amounts_to(monkeypatch):
     launched(monkeypatch, RESHARD_AFTER_FORWARD="hybrid_shard_zero2")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("WORLD_SIZE", "4")
     notices: list[str] = []
-    found = launched_fsdp(True, 2, notices)
+    found = launched_fsdp(True, 4, notices)
     assert found is not None
     assert found.strategy == "SHARD_GRAD_OP"
     assert "HYBRID_SHARD_ZERO2 on one machine is SHARD_GRAD_OP" in notices
     with pytest.raises(UserError, match="one process for each of a machine's GPUs"):
-        launched_fsdp(True, 1, [])
+        launched_fsdp(True, 2, [])
 
 
 def launched(monkeypatch, **values: str) -> None:
@@ -244,6 +251,17 @@ def test_settings_reach_accelerate_s_plugin(monkeypatch):
     policy = newer.mixed_precision_policy
     assert (policy.param_dtype, policy.reduce_dtype) == (torch.bfloat16, torch.float32)
     assert not policy.cast_forward_inputs
+
+
+def test_one_unit_over_several_machines_has_a_rule_that_no_module_meets():
+    """Without a rule torch makes no groups of machines; what torch does with ours needs GPUs."""
+    hybrid = parse_fsdp({"AUTO_WRAP_POLICY": "NO_WRAP", "RESHARD_AFTER_FORWARD": "HYBRID_SHARD"})
+    module = student()
+    plugin = fsdp_plugin(hybrid, wrapped_classes(hybrid, module, BLOCKS), "no", False, [])
+    plugin.set_auto_wrap_policy(module)
+    assert plugin.sharding_strategy is ShardingStrategy.HYBRID_SHARD
+    sizes = [sum(parameter.numel() for parameter in each.parameters()) for each in module.modules()]
+    assert not any(plugin.auto_wrap_policy(module, recurse=False, nonwrapped_numel=size) for size in sizes)
 
 
 @pytest.mark.parametrize("average", [0, 4])

@@ -36,14 +36,14 @@ def test_an_average_of_several_dtypes(is_skipped):
     assert [average.dtype for average in averages] == list(dtypes)
 
 
-@pytest.mark.parametrize("is_bad", [False, True])
-def test_the_flag_of_an_overflow_may_be_a_vector_of_one(is_bad):
+@pytest.mark.parametrize("num_ranks", [0, 1, 2])
+def test_the_flag_of_an_overflow_may_be_a_vector_and_a_number_of_ranks(num_ranks):
     """As FSDP1's loss scaler hands it over."""
     layer = torch.nn.Linear(3, 2)
     before = layer.weight.detach().clone()
     optimizer = build_optimizer(layer, Optim(lr=0.1))
     layer(torch.ones(1, 3)).sum().backward()
-    optimizer.found_inf = torch.full((1,), float(is_bad))
+    optimizer.found_inf = torch.full((1,), float(num_ranks))
     optimizer.step()
-    assert torch.equal(layer.weight, before) == is_bad
-    assert float(optimizer.state[layer.weight]["step"]) == (0 if is_bad else 1)
+    assert torch.equal(layer.weight, before) == (num_ranks > 0)
+    assert float(optimizer.state[layer.weight]["step"]) == (0 if num_ranks else 1)
