@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 
+import torch
+
 from distiller.errors import UserError
 
 ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
@@ -25,6 +27,7 @@ def check_asynchronous_io(what: str, instead: str) -> None:
             f"use {instead}"
         )
     _settle_architectures()
+    _load_cudnn()
 
 
 def _settle_architectures() -> None:
@@ -32,3 +35,13 @@ def _settle_architectures() -> None:
     names = os.environ.get(ARCHITECTURES, "").replace(";", " ").split()
     if not all(re.fullmatch(r"\d+\.\d+(\+PTX)?", name) for name in names):
         os.environ.pop(ARCHITECTURES, None)
+
+
+def _load_cudnn() -> None:
+    """Lets cuDNN open its libraries before the operator is there, beside which they crash the first convolution.
+
+    DeepSpeed's library shows its symbols to all that is opened after it. On this process's GPU; nothing without one.
+    """
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.nn.functional.conv2d(torch.zeros(1, 1, 1, 1, device=device), torch.zeros(1, 1, 1, 1, device=device))

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 import shutil
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from distiller.errors import UserError
 
-PREFIX = "distiller-teacher-"
+PREFIX = "distiller-swap-"
 LOCK = "in-use"
 
 
@@ -25,7 +29,7 @@ class SwapFolder:
         try:
             parent.mkdir(parents=True, exist_ok=True)
             # One at a time: a folder that is made and not yet locked would look abandoned.
-            with FileLock(parent / f"{PREFIX}lock"):
+            with _locked(parent):
                 for folder in parent.glob(f"{PREFIX}*/"):
                     _remove_if_abandoned(folder)
                 self.path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
@@ -40,6 +44,17 @@ class SwapFolder:
         """Removes the folder and all that is in it."""
         self._lock.release()
         shutil.rmtree(self.path)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the folder itself, which leaves no file in it."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _remove_if_abandoned(folder: Path) -> None:

@@ -40,19 +40,17 @@ MODELS = {
 TEXT_ROWS, CHANNELS = 64, 16
 
 
-def new_student(model: str) -> WanTransformer3DModel:
-    """Random weights."""
-    return WanTransformer3DModel(attention_head_dim=128, **MODELS[model])
+def new_student(model: str, num_layers: int | None) -> WanTransformer3DModel:
+    """Random weights; with fewer layers than the model's if a number is given."""
+    layout = MODELS[model] if num_layers is None else MODELS[model] | {"num_layers": num_layers}
+    return WanTransformer3DModel(attention_head_dim=128, **layout)
 
 
 class Student:
     """A prepared Wan student, its optimizer, and one batch of noise for this rank."""
 
-    def __init__(self, world: World, recipe: Recipe, model: str, side: int) -> None:
+    def __init__(self, world: World, recipe: Recipe, module: WanTransformer3DModel, side: int) -> None:
         self._accelerator = world.accelerator
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            module = new_student(model)
         module.enable_gradient_checkpointing()
         self.module, self.optimizer = self._accelerator.prepare(module, build_optimizer(module, recipe.optim))
         device, dtype = self._accelerator.device, next(self.module.parameters()).dtype
@@ -65,7 +63,10 @@ class Student:
 
     def step(self) -> None:
         """One update."""
-        loss = self.module(**self._inputs, return_dict=False)[0].float().square().mean()
+        # As in the trainer: Accelerate puts FSDP2's forward under no autocast of its own.
+        with self._accelerator.autocast():
+            outputs = self.module(**self._inputs, return_dict=False)
+        loss = outputs[0].float().square().mean()
         self._accelerator.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -104,6 +105,7 @@ def main() -> None:
     """Trains, saves and prints a few lines on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="wan-1.3b")
+    parser.add_argument("--layers", type=int, help="instead of the model's; copies and steps shrink alike")
     parser.add_argument("--folder", help="on the disk to measure; all ranks see it; default: a temporary one")
     parser.add_argument("--side", type=int, default=80, help="of the latents; 80 is 1,600 tokens")
     parser.add_argument("--batch-size", type=int, default=1)
@@ -116,11 +118,15 @@ def main() -> None:
     names = {"teacher": {"path": "-"}, "student": {"config": "-"}, "data": {"path": "-"}}
     recipe = parse({**names, "train": {"max_steps": 1, "batch_size": options.batch_size}})
     with torch.device("meta"):
-        skeleton = new_student(options.model)
+        skeleton = new_student(options.model, options.layers)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, skeleton, ("WanTransformerBlock",)))
     ranks = Ranks.join(world.accelerator.device)
     folder = Path(ranks.from_main(lambda: tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder)))
-    student = Student(world, recipe, options.model, options.side)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = new_student(options.model, options.layers)
+    num_params = sum(parameter.numel() for parameter in module.parameters())
+    student = Student(world, recipe, module, options.side)
     state = open_state(world.engine, world.accelerator, student.module, student.optimizer)
     average = MovingAverage(state, 0.999) if options.average else None
     identity = Identity(
@@ -160,6 +166,7 @@ def main() -> None:
         in_save_s = statistics.median(own for _, own in rounds)
         where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
         print(f"{options.model} under {world.engine} on {ranks.world_size} x {where}, torch {torch.__version__}")
+        print(f"{num_params:,} parameters, batches of {options.batch_size} x {options.side**2 // 4:,} tokens a rank")
         print(f"a step without saves     {1e3 * step_s:10.1f} ms")
         print(f"a save, in the loop      {1e3 * in_save_s:10.1f} ms")
         print(
