@@ -64,6 +64,9 @@ NOT_RUN = {
         "my-wan.yaml",
         "accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 --num_processes 16 "
         "--machine_rank 0 --main_process_ip 10.0.0.1 --main_process_port 29500 -m distiller train my-wan.yaml",
+        "NCCL_HOSTID=first accelerate launch --config_file accelerate_configs/ddp.yaml --num_machines 2 "
+        "--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port 29511 --machine_rank 0 -m distiller train "
+        "RECIPE &",
     ],
     "getting-started.md": ["source .venv/bin/activate"],
     # A teacher is trained first, which the shorter recipes below do not shorten.
