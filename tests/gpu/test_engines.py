@@ -11,7 +11,7 @@ import yaml
 
 from tests import toys
 from tests.gpu.ranks import NUM_GPUS, run_on_gpus
-from tests.launch.launching import CONFIGS, start
+from tests.launch.launching import CONFIGS
 
 ENGINES = {
     "ddp": "ddp",
@@ -77,19 +77,28 @@ def test_engines_equal_one_gpu_in_float32(toy, float32, name):
 
 
 @pytest.mark.skipif(find_library("aio") is None, reason="needs libaio")
-@pytest.mark.parametrize("num_processes", range(1, min(2, NUM_GPUS) + 1))
-def test_weights_and_optimizer_on_a_disk_equal_one_gpu(toy, float32, num_processes):
-    """And nothing stays there."""
-    disk, run_dir = toy / f"disk-{num_processes}", toy / f"nvme-{num_processes}"
+@pytest.mark.parametrize(("name", "precision"), [("zero3_nvme", "no"), ("zero3_nvme_optimizer", "bf16")])
+def test_a_student_on_a_disk_equals_one_gpu(toy, request, name, precision):
+    """Two parts of a run are bit for bit the run; and nothing stays on the disk."""
+    disk, options = toy / f"{name}-disk", ["train.batch_size=4", f"train.mixed_precision={precision}"]
     disk.mkdir()
-    launcher = ["--config_file", str(CONFIGS / "zero3_nvme.yaml"), "--offload_param_nvme_path", str(disk)]
-    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={run_dir}", f"train.batch_size={8 // num_processes}"]
-    command = ["--num_processes", str(num_processes), "-m", "distiller", *arguments, "train.mixed_precision=no"]
-    result = start([*launcher, *command], timeout_s=280)
-    assert result.code == 0, result.stderr
-    losses, students = distances(run_dir, float32)
-    assert losses < 2e-5
-    assert students < 1e-5
+    settings = (
+        (CONFIGS.parent / "ds_configs" / f"{name}.json")
+        .read_text()
+        .replace('"nvme_path": "auto"', f'"nvme_path": "{disk}"')
+    )
+    (toy / f"{name}.json").write_text(settings)
+    launch_file = yaml.safe_load((CONFIGS / f"{name}.yaml").read_text())
+    launch_file["deepspeed_config"]["deepspeed_config_file"] = str(toy / f"{name}.json")
+    (toy / f"{name}.yaml").write_text(yaml.safe_dump(launch_file))
+    command = ["train", str(toy / "recipe.yaml"), *options]
+    whole = run_on_gpus(toy / f"{name}.yaml", toy / f"{name}-whole", *command)
+    losses, students = distances(whole, request.getfixturevalue("float32" if precision == "no" else "bfloat16"))
+    assert losses < (2e-5 if precision == "no" else 0.01)
+    assert students < 1e-5 or precision == "bf16"
+    for more in ("train.max_steps=4", "--resume"):
+        broken = run_on_gpus(toy / f"{name}.yaml", toy / f"{name}-broken", *command, more)
+    toys.assert_same_run(broken, whole, loss_tolerance=0.0, tolerance=0.0)
     assert list(disk.iterdir()) == []
 
 

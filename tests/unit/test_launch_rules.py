@@ -53,13 +53,20 @@ def test_shipped_files_pass(file):
     check_request(read_launch_file(file))
 
 
-def test_the_nvme_file_asks_for_its_folder(tmp_path):
-    request = read_launch_file(ROOT / "accelerate_configs" / "zero3_nvme.yaml")
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [("zero3_nvme", ("offload_optimizer", "offload_param")), ("zero3_nvme_optimizer", ("offload_optimizer",))],
+)
+def test_the_nvme_files_ask_for_their_folder(tmp_path, name, parts):
+    """One flag is enough, whichever it is."""
+    request = read_launch_file(ROOT / "accelerate_configs" / f"{name}.yaml")
     with pytest.raises(UserError, match="needs a folder on a local disk: pass --offload_optimizer_nvme_path"):
         check_request(request)
     zero = deepspeed_settings(request)["zero_optimization"]
     fill_nvme_paths(zero, {"offload_param_nvme_path": str(tmp_path)})
-    assert [zero[part]["nvme_path"] for part in ("offload_optimizer", "offload_param")] == [str(tmp_path)] * 2
+    assert {part: zero[part]["nvme_path"] for part in zero if part.startswith("offload")} == dict.fromkeys(
+        parts, str(tmp_path)
+    )
     check_zero(zero)
 
 
