@@ -10,10 +10,11 @@ import torch
 
 from distiller.teachers.disk import NUM_STAGING
 from distiller.teachers.footprint import measure
+from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import answers, open_case
 from tests.toy_network import ToyNetwork, save_toy
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
 
 @pytest.mark.parametrize("pin_memory", [True, False])

@@ -19,9 +19,9 @@ from distiller.teachers.opening import open_teacher
 from tests import toy_pictures
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_picture_placements import CASES, answers_of_all
+from tests.gpu.ranks import NUM_GPUS
 from tests.toy_network import setup
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 # As in test_placements.py: another batch size and the CPU are other kernels.
 LOOSE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from tests.distributed.ranks import on_ranks
+from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import CASES, answers_of_cases, placement_of
 from tests.toy_network import save_toy
 
-NUM_GPUS = torch.cuda.device_count()
 # Relative to the largest output. Another batch size (rank0) is another kernel, and so is the CPU; the others compute
 # what `replicated` does, bit for bit.
 LOOSE = {"float32": 1e-5, "bfloat16": 3e-2}

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks
+from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import CASES, answers, open_case, placement_of
 from tests.toy_network import ToyNetwork, save_toy
 
-NUM_GPUS = torch.cuda.device_count()
 # Relative to the largest output: another batch size is another kernel.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 pytestmark = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from tests.distributed.ranks import on_ranks
+from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import answers, open_case
 from tests.toy_network import ToyNetwork, save_toy
 
-NUM_GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
 

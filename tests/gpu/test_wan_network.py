@@ -12,9 +12,10 @@ from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.teachers import Request
 from tests import toys
+from tests.gpu.ranks import NUM_GPUS
 from tests.unit.test_wan_network import inputs_for
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() == 0, reason="needs a GPU")
+pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
 
 @pytest.fixture

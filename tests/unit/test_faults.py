@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,15 @@ def test_other_errors_keep_their_traceback(error):
         cli.guarded(command)
 
 
+@pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own handler, which a shell's background jobs start without."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interrupts")
 @pytest.mark.parametrize(
     ("name", "arguments"),
     [
