@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
 from tests import toys
 from tests.launch.launching import CONFIGS, Running
@@ -68,6 +69,23 @@ def test_every_place_for_the_teacher_on_two_machines(where, toy, reference, tmp_
 def test_sharded_students_on_two_machines(where, toy, reference, tmp_path, name, num_processes, engine):
     with begun(where, toy, tmp_path / "run", num_processes, name) as both:
         assert check(both, tmp_path / "run", reference, num_processes)["engine"] == engine
+
+
+@pytest.mark.thorough
+def test_shards_inside_a_machine_and_replicas_over_machines(where, toy, reference, tmp_path):
+    """Two ranks on each; and a run that is resumed is the whole one, bit for bit."""
+    content = yaml.safe_load((CONFIGS / "fsdp2.yaml").read_text())
+    content["parallelism_config"] = {f"parallelism_config_dp_{part}_size": 2 for part in ("replicate", "shard")}
+    (tmp_path / "launch.yaml").write_text(yaml.safe_dump(content))
+    arguments = ["train", str(toy / "recipe.yaml"), "train.batch_size=2"]
+    for run, more in (("whole", []), ("broken", ["train.max_steps=4"]), ("broken", ["--resume"])):
+        with begun_on_both(where, tmp_path / "launch.yaml", 4, tmp_path / run, *arguments, *more) as both:
+            for running in both:
+                assert running.wait_until_gone(240) == 0, running.output
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert (summary["engine"], summary["world_size"]) == ("fsdp2", 4)
+    toys.assert_same_run(tmp_path / "whole", reference)
+    toys.assert_same_run(tmp_path / "broken", tmp_path / "whole", loss_tolerance=0.0, tolerance=0.0)
 
 
 @pytest.mark.thorough
