@@ -125,7 +125,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     _announce(world.notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
-    stages_need_teacher = task.prepare_stages(accelerator, dtype)
+    stages_need_teacher = task.prepare_stages(ranks, dtype)
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
@@ -133,7 +133,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
     setup.ranks.wait()
-    data: Dataset[Any] = task.run_stages(accelerator, teacher)
+    data: Dataset[Any] = task.run_stages(ranks, teacher)
     collation: Callable[..., MicroBatch] = LiveCollation(task)
     if cached is not None:
         data, collation = CachedData(data, Path(recipe.teacher.cache or ""), *cached), CachedCollation(task)

@@ -72,7 +72,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
 
     started = time.perf_counter()
     # Before the key: a teacher that is trained first has no weights until then.
-    task.prepare_stages(accelerator, dtype)
+    task.prepare_stages(ranks, dtype)
     key: dict[str, Any] = {}
     if not compare:
         key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
@@ -83,7 +83,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
             return
     teacher = PLACEMENTS[setup.options.placement](task.network, setup)
     ranks.wait()
-    data = task.run_stages(accelerator, teacher)
+    data = task.run_stages(ranks, teacher)
     if compare:
         _compare(task, teacher, data, recipe, ranks)
         teacher.close()

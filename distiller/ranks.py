@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -13,8 +14,12 @@ import torch.distributed as dist
 
 from distiller.errors import AgreedError, AgreedUserError, UserError
 
-PATIENCE = timedelta(hours=12)
-"""How long a rank waits for another one that loads: reading weights must not trip a collective's time-out."""
+PATIENCE = timedelta(days=20)
+"""How long a rank waits for another one that lives: no time is too long to read weights or to draw a rollout.
+
+Milliseconds of it still fit 32 bits. One that dies closes its connections, which ends the wait at once.
+"""
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -82,6 +87,15 @@ class Ranks:
         if self.everyone is not None:
             dist.barrier(self.everyone)
 
+    def wait_for_hours(self) -> None:
+        """As `wait`, and signals to this process are heard meanwhile. Communicates."""
+        if self.everyone is not None:
+            work = dist.barrier(self.everyone, async_op=True)
+            assert work is not None
+            while not work.is_completed():
+                time.sleep(_POLL_S)
+            work.wait()
+
     def wait_on_node(self) -> None:
         """Waits for the node's ranks. Communicates."""
         if self.node is not None:
@@ -90,6 +104,28 @@ class Ranks:
     def from_main(self, make: Callable[[], Any]) -> Any:
         """What rank 0 makes, on every rank; so is its failure. Small plain values only. Communicates."""
         return _shared(self.everyone, 0, self.is_main, make)
+
+    def from_main_for_hours(self, make: Callable[[], Any]) -> Any:
+        """As `from_main`, for what takes long: ranks that wait hear signals meanwhile. Communicates."""
+
+        def make_and_meet() -> Any:
+            # A signal's exception is for this rank alone, and goes without meeting the others.
+            try:
+                made = make()
+            except Exception:
+                self.wait_for_hours()
+                raise
+            self.wait_for_hours()
+            return made
+
+        if not self.is_main:
+            self.wait_for_hours()
+        return self.from_main(make_and_meet)
+
+    def print(self, text: str) -> None:
+        """Prints on rank 0."""
+        if self.is_main:
+            print(text, flush=True)
 
     def from_local_main(self, make: Callable[[], Any]) -> Any:
         """What the node's first rank makes, on each of its ranks; so is its failure. Communicates."""

@@ -12,12 +12,14 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
+
+from distiller.ranks import Ranks
 
 KEY_FILE = "key.json"
 
@@ -46,7 +48,7 @@ class Stage:
         return (self.folder / KEY_FILE).is_file()
 
     def make_once(self, is_maker: bool, make: Callable[[], None]) -> None:
-        """Lets one process make the result if it is missing; the others wait for its file.
+        """Lets one process of each machine make the result if it is missing; the machine's others wait for its file.
 
         No collective is involved that could time out, however long it takes. Another run that makes the same result,
         or another node on the same file system, waits for its lock and finds it made.
@@ -58,30 +60,31 @@ class Stage:
                     make()
         self.wait()
 
+    def made_by_main(self, ranks: Ranks, make: Callable[[], None]) -> None:
+        """Lets rank 0 make the result if it is missing; its failure is every rank's, its death ends the others' wait.
+
+        Every rank calls it. Communicates from host to host. Another run that makes the same result is waited for.
+        """
+        ranks.from_main_for_hours(lambda: self.make_once(True, make))
+        self.wait()
+
     @contextmanager
-    def made_by_all(self, is_main: bool, run: str) -> Iterator[bool]:
+    def made_by_all(self, ranks: Ranks) -> Iterator[bool]:
         """For a stage that all ranks of a run make together, one run at a time: whether there is still work to do.
 
-        The same on every rank, if the body begins with a collective. Rank 0 holds the stage's lock as long as the body
-        takes, and says in a file whose turn it is; no collective could time out while another run works.
-
-        Args:
-            run: a name that no other run has, the same on every rank.
+        The same on every rank. Rank 0 holds the stage's lock as long as the body takes. Communicates from host to host.
         """
-        turn = self.folder.with_name(f".{self.folder.name}.turn")
-        if not is_main:
-            while not self.is_complete and not _says(turn, run):
-                time.sleep(0.1)
-            yield not self.is_complete
-            return
-        self.parent.mkdir(parents=True, exist_ok=True)
-        with self._lock():
-            is_missing = not self.is_complete
-            if is_missing:
+        with ExitStack() as held:
+
+            def begin() -> bool:
+                self.parent.mkdir(parents=True, exist_ok=True)
+                held.enter_context(self._lock())
+                if self.is_complete:
+                    return False
                 self.partial.mkdir(parents=True, exist_ok=True)
-                turn.write_text(run, encoding="utf-8")
-            yield is_missing
-            turn.unlink(missing_ok=True)
+                return True
+
+            yield ranks.from_main_for_hours(begin)
 
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
@@ -92,16 +95,9 @@ class Stage:
         return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until another process has finished."""
+        """Waits until what another process has finished, or finishes on this machine, is seen here."""
         while not self.is_complete:
             time.sleep(poll_s)
-
-
-def _says(file: Path, text: str) -> bool:
-    try:
-        return file.read_text(encoding="utf-8") == text
-    except FileNotFoundError:
-        return False
 
 
 def digest_of(value: Any) -> str:

@@ -79,10 +79,10 @@ class ToyTask(Task[Batch, Any]):
     needs_live_teacher = True
     _wanted = ("output",)
 
-    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return False
 
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Sequences:
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
     def student_skeleton(self) -> TrainedStudent:

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import sys
 import time
-import uuid
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from tqdm import tqdm
 
 from distiller.data.latents import PROMPTS_FILE
@@ -27,6 +24,7 @@ from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.shards import save_whole
 from distiller.diffusion.text import TextStore, answers_key
 from distiller.diffusion_config import DiffusionRecipe
+from distiller.ranks import Ranks
 from distiller.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 
@@ -89,7 +87,7 @@ class Drawing:
     """What draws, and by what."""
 
     plan: RolloutPlan
-    accelerator: Accelerator
+    ranks: Ranks
     teacher: Teacher
     network: DiffusionNetwork
     family: Family
@@ -105,26 +103,24 @@ def roll_out(drawing: Drawing, stage: Stage) -> None:
     on it. Shards that an earlier, interrupted run of the same key left are kept; another run that draws the same now is
     waited for.
     """
-    run = [uuid.uuid4().hex]
-    broadcast_object_list(run)
-    with stage.made_by_all(drawing.accelerator.is_main_process, run[0]) as is_missing:
+    with stage.made_by_all(drawing.ranks) as is_missing:
         if is_missing:
             _roll_out(drawing, stage)
         else:
-            drawing.accelerator.print(f"rollout: reusing {stage.folder}, which another run has drawn meanwhile")
+            drawing.ranks.print(f"rollout: reusing {stage.folder}, which another run has drawn meanwhile")
 
 
 def _roll_out(drawing: Drawing, stage: Stage) -> None:
-    plan, accelerator = drawing.plan, drawing.accelerator
-    recipe, world_size, rank = plan.recipe, accelerator.num_processes, accelerator.process_index
+    plan, ranks, recipe = drawing.plan, drawing.ranks, drawing.plan.recipe
     size = recipe.rollout.batch_size
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
-    missing = [[number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]]
-    broadcast_object_list(missing)
-    rounds = -(-len(missing[0]) // world_size)
-    accelerator.print(
+    missing: list[int] = ranks.from_main(
+        lambda: [number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]
+    )
+    rounds = -(-len(missing) // ranks.world_size)
+    ranks.print(
         f"rollout: {plan.num_samples} samples x {plan.num_predictions} steps = {plan.num_forwards} "
-        f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing[0])} of {len(shards)} shards to draw"
+        f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing)} of {len(shards)} shards to draw"
     )
     started = time.perf_counter()
     # Closed by `with` when the stage is cut short: what is said then begins a line.
@@ -132,25 +128,24 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
         total=rounds,
         desc="rollout",
         unit="shard",
-        disable=not accelerator.is_main_process,
+        disable=not ranks.is_main,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     ) as bar:
         for turn in range(rounds):
-            mine = turn * world_size + rank
+            mine = turn * ranks.world_size + ranks.rank
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
-            number = missing[0][min(mine, len(missing[0]) - 1)]
+            number = missing[min(mine, len(missing) - 1)]
             tensors = _draw_shard(drawing, shards[number])
-            if mine < len(missing[0]):
-                save_whole(tensors, stage.partial / _shard_name(number), writer=str(rank))
+            if mine < len(missing):
+                save_whole(tensors, stage.partial / _shard_name(number), writer=str(ranks.rank))
             bar.update()
-    if accelerator.is_main_process:
-        # Files, not a collective: the last shard of another rank may take longer than a collective's time-out.
-        while not all((stage.partial / _shard_name(number)).is_file() for number in range(len(shards))):
-            time.sleep(0.1)
+    ranks.wait_for_hours()
+    if ranks.is_main:
         (stage.partial / PROMPTS_FILE).write_text("\n".join(plan.prompts) + "\n", encoding="utf-8")
         stage.finish()
-        accelerator.print(f"rollout: {time.perf_counter() - started:.1f} s, kept in {stage.folder}")
+        ranks.print(f"rollout: {time.perf_counter() - started:.1f} s, kept in {stage.folder}")
+    ranks.wait()
     stage.wait()
 
 
@@ -165,7 +160,7 @@ def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
     positive = family.stack([text[index] for index in prompt_index], length)
     negative = family.stack([text[drawing.negative_prompt_index]], length)
     conditions = Conditions.make(
-        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.accelerator.device
+        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.ranks.device
     )
     predict = guided_predictor(drawing.teacher, drawing.network, sample_ids, conditions, recipe.sampling.scales)
     trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 
 from distiller.data.images import find_images
@@ -26,6 +24,7 @@ from distiller.diffusion.text import TextStore, encode_prompts, text_stage
 from distiller.diffusion.vae import encode_images
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.errors import UserError
+from distiller.ranks import Ranks
 from distiller.resources import local_path
 from distiller.stages import Stage, digest_files, digest_of
 from distiller.teachers.base import Teacher
@@ -73,25 +72,24 @@ class Source:
         self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
 
-    def prepare(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
         recipe = self._recipe
-        self._text_stage = self._encode(accelerator, self._texts, dtype)
+        self._text_stage = self._encode(ranks, self._texts, dtype)
         # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
-        self._sample_stage = self._encode(accelerator, list(recipe.evaluation.sample_prompts) or [""], dtype)
+        self._sample_stage = self._encode(ranks, list(recipe.evaluation.sample_prompts) or [""], dtype)
         self._rollout_stage: Stage | None = None
         if recipe.data.kind == "images":
             # Before the teacher is there: the VAE's activations are large.
-            self._encode_images(accelerator)
+            self._encode_images(ranks)
         if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
             return False
         self._rollout_stage = self._plan().stage(self._family, self._text_stage, dtype)
         # Asked once for all ranks: another run may be finishing it.
-        is_complete = [self._rollout_stage.is_complete]
-        broadcast_object_list(is_complete)
-        if is_complete[0]:
-            accelerator.print(f"rollout: reusing {self._rollout_stage.folder}")
-        self._is_drawn = is_complete[0]
+        stage = self._rollout_stage
+        self._is_drawn = bool(ranks.from_main(lambda: stage.is_complete))
+        if self._is_drawn:
+            ranks.print(f"rollout: reusing {stage.folder}")
         return not self._is_drawn
 
     def key(self, dtype: torch.dtype) -> dict[str, Any]:
@@ -118,10 +116,10 @@ class Source:
             stages.append(self._plan().stage(self._family, text, dtype))
         return next((stage.folder for stage in stages if not stage.is_complete), None)
 
-    def load(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
+    def load(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
         self._text = TextStore(self._text_stage)
-        self._store = self._open_latents(accelerator, teacher)
+        self._store = self._open_latents(ranks, teacher)
         if self._store is not None:
             self._check_shape(self._store)
         recipe = self._recipe
@@ -162,10 +160,10 @@ class Source:
             return self._text[self._row[prompt]]
         return TextStore(self._sample_stage)[self._recipe.evaluation.sample_prompts.index(prompt)]
 
-    def _encode(self, accelerator: Accelerator, texts: list[str], dtype: torch.dtype) -> Stage:
-        family, device = self._family, accelerator.device
+    def _encode(self, ranks: Ranks, texts: list[str], dtype: torch.dtype) -> Stage:
+        family, device = self._family, ranks.device
         stage = self._text_stage_of(texts, dtype)
-        stage.make_once(accelerator.is_local_main_process, lambda: encode_prompts(stage, family, texts, dtype, device))
+        stage.make_once(ranks.is_local_main, lambda: encode_prompts(stage, family, texts, dtype, device))
         return stage
 
     def _text_stage_of(self, texts: list[str], dtype: torch.dtype) -> Stage:
@@ -173,7 +171,7 @@ class Source:
         length, tf32 = self._family.text_length(recipe.task), recipe.train.tf32
         return text_stage(self._family, texts, length, dtype, tf32, recipe.stages_dir)
 
-    def _open_latents(self, accelerator: Accelerator, teacher: Teacher | None) -> LatentStore | None:
+    def _open_latents(self, ranks: Ranks, teacher: Teacher | None) -> LatentStore | None:
         recipe = self._recipe
         if recipe.data.kind == "latents":
             return LatentStore(local_path(recipe.data.path))
@@ -186,7 +184,7 @@ class Source:
             assert teacher is not None, "prepare said that a teacher is needed"
             drawing = Drawing(
                 self._plan(),
-                accelerator,
+                ranks,
                 teacher,
                 self._network,
                 self._family,
@@ -197,13 +195,13 @@ class Source:
             roll_out(drawing, stage)
         return LatentStore(stage.folder)
 
-    def _encode_images(self, accelerator: Accelerator) -> None:
+    def _encode_images(self, ranks: Ranks) -> None:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
-            encode_images(stage, self._images, self._family.load_vae(accelerator.device), task.height, task.width)
+            encode_images(stage, self._images, self._family.load_vae(ranks.device), task.height, task.width)
 
-        stage.make_once(accelerator.is_local_main_process, make)
+        stage.make_once(ranks.is_local_main, make)
 
     def _image_stage(self) -> Stage:
         images, size = self._images, (self._recipe.task.height, self._recipe.task.width)

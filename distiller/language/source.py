@@ -6,7 +6,6 @@ import hashlib
 from pathlib import Path
 from typing import final
 
-from accelerate import Accelerator
 from safetensors import SafetensorError
 
 from distiller.config import Recipe
@@ -16,6 +15,7 @@ from distiller.language.text import open_corpus
 from distiller.language.tokenised import TokenStore, tokenise_corpus
 from distiller.language.tokenising import DocumentTokenizer
 from distiller.language_config import LanguageData
+from distiller.ranks import Ranks
 from distiller.stages import Stage, digest_of
 
 FORMAT = 2
@@ -76,17 +76,15 @@ class LanguageSource:
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
         self.data_digest = digest_of([self._store.digest, *laid_out.values()])
 
-    def prepare(self, accelerator: Accelerator) -> None:
+    def prepare(self, ranks: Ranks) -> None:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""
         for name, layout in (("training", self._training), ("held out", self._held_out)):
-            accelerator.print(f"{name}: {self._described(layout)}")
+            ranks.print(f"{name}: {self._described(layout)}")
             limit = f"data.max_length {self._data.max_length}"
             if layout.num_cut:
-                accelerator.print(
-                    f"warning: {name}: documents that are longer than {limit} and were cut: {layout.num_cut}"
-                )
+                ranks.print(f"warning: {name}: documents that are longer than {limit} and were cut: {layout.num_cut}")
             if layout.num_left_out:
-                accelerator.print(
+                ranks.print(
                     f"warning: {name}: documents left out, since nothing of them is learnt within {limit}: "
                     f"{layout.num_left_out}"
                 )

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from distiller.ranks import Ranks
 from distiller.teachers.base import Network, Outputs, Request, Teacher
 from distiller.trained_student import TrainedStudent
 
@@ -53,7 +54,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """Whether the loop asks the teacher for predictions."""
 
     @abstractmethod
-    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.
 
         Communicates. `dtype` is the teacher's.
@@ -68,7 +69,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         return None
 
     @abstractmethod
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> Dataset[Any]:
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> Dataset[Any]:
         """Runs the other stages and returns the training data, indexed by (epoch, sample id). Communicates."""
 
     def num_trained_parameters(self) -> int:

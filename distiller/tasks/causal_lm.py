@@ -35,6 +35,7 @@ from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
 from distiller.language.vocabulary import check_same_tokens, check_sizes, size_notice
 from distiller.language_config import LanguageRecipe
+from distiller.ranks import Ranks
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -82,20 +83,20 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
-    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
         notice = size_notice(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
         if notice is not None:
-            accelerator.print(f"note: {notice}")
+            ranks.print(f"note: {notice}")
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
-            accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
-        self._source.prepare(accelerator)
+            ranks.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+        self._source.prepare(ranks)
         return False
 
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> TextData:
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:
-            self._head = self.network.load_head(self._dtype, accelerator.device)
+            self._head = self.network.load_head(self._dtype, ranks.device)
         return self._source.load()
 
     def student_skeleton(self) -> LanguageStudent:

@@ -16,6 +16,7 @@ from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.losses import mean_squared_error
+from distiller.ranks import Ranks
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -75,24 +76,24 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def needs_live_teacher(self) -> bool:
         return self._losses.distillation.alpha > 0 or self._losses.features.weight > 0
 
-    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         if self._plan.depends_on_the_split:
-            accelerator.print(
+            ranks.print(
                 "note: student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run "
                 "split in another way is another run; frozen and group do not"
             )
         if self._plan.dropout:
             keys = ", ".join(self._plan.dropout)
-            accelerator.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+            ranks.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
         if self._trained is not None:
-            self._trained.train_once(accelerator)
+            self._trained.train_once(ranks)
         return False
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         del dtype
         return None if self._trained is None else self._trained.missing_folder
 
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> PictureData:
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
         return self._source.training
 
     def student_skeleton(self) -> DistilledClassifier:

@@ -29,6 +29,7 @@ from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
+from distiller.ranks import Ranks
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -67,16 +68,16 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
-    def prepare_stages(self, accelerator: Accelerator, dtype: torch.dtype) -> bool:
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         for note in guidance_notes(self._recipe):
-            accelerator.print(f"note: {note}")
-        return self._source.prepare(accelerator, dtype)
+            ranks.print(f"note: {note}")
+        return self._source.prepare(ranks, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         return self._source.missing_stage(dtype)
 
-    def run_stages(self, accelerator: Accelerator, teacher: Teacher | None) -> NoisedData:
-        return self._source.load(accelerator, teacher)
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
+        return self._source.load(ranks, teacher)
 
     def student_skeleton(self) -> DistilledStudent:
         with init_empty_weights():

@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import final
 
-from accelerate import Accelerator
-
 from distiller.classification_config import ClassificationRecipe
 from distiller.errors import UserError
+from distiller.ranks import Ranks
 from distiller.stages import Stage
 from distiller.vision.files import ClassifierFiles, Processor
 from distiller.vision.source import PictureSource
@@ -46,12 +45,12 @@ class TrainedTeacher:
         """Where the weights will lie; None once they do."""
         return None if self._stage.is_complete else self._stage.folder
 
-    def train_once(self, accelerator: Accelerator) -> None:
-        """Trains it where no run has; rank 0 does, and the others wait for its file."""
+    def train_once(self, ranks: Ranks) -> None:
+        """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
         was_there = self._stage.is_complete
-        self._stage.make_once(accelerator.is_main_process, lambda: accelerator.print(self._train(accelerator)))
+        self._stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
         if was_there:
-            accelerator.print(f"reusing {self._stage.folder}")
+            ranks.print(f"reusing {self._stage.folder}")
 
     def weight_files(self) -> list[Path]:
         """The safetensors files. Raises UserError where it has not been trained."""
@@ -62,7 +61,7 @@ class TrainedTeacher:
             )
         return stored_files(self._stage.folder)
 
-    def _train(self, accelerator: Accelerator) -> str:
+    def _train(self, ranks: Ranks) -> str:
         return train_teacher(
-            self._stage, self._files, self._processor, self._options, self._source.teachers, accelerator.device
+            self._stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
         )

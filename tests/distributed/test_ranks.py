@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from distiller.errors import AgreedUserError, UserError
+from distiller.ranks import Ranks
+from distiller.siblings import is_loss_of_ranks
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
@@ -46,9 +52,10 @@ def roll_out(recipe: dict) -> bool:
 
     parsed = parse(recipe)
     task, world = build_task(parsed), open_world(parsed, lambda fsdp: fsdp.class_names)
-    needed = task.prepare_stages(world.accelerator, torch.float32)
+    ranks = Ranks.join(world.accelerator.device)
+    needed = task.prepare_stages(ranks, torch.float32)
     teacher = open_teacher(task.network, setup())
-    data = task.run_stages(world.accelerator, teacher)
+    data = task.run_stages(ranks, teacher)
     assert len(data) == 27
     return needed
 
@@ -73,21 +80,60 @@ def test_a_rollout_is_bitwise_the_same_for_any_number_of_ranks(tmp_path):
             assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def disagree() -> str:
+def joined() -> Ranks:
     from accelerate import Accelerator
 
-    from distiller.ranks import Ranks
+    return Ranks.join(Accelerator(cpu=True).device)
 
-    ranks = Ranks.join(Accelerator(cpu=True).device)
+
+def disagree(asks: str) -> str:
+    ranks = joined()
 
     def only_rank_0_sees_it() -> None:
         assert ranks.is_main
         raise UserError("the folder is taken")
 
     with pytest.raises(AgreedUserError) as error:
-        ranks.from_main(only_rank_0_sees_it)
+        getattr(ranks, asks)(only_rank_0_sees_it)
     return str(error.value)
 
 
-def test_what_rank_0_refuses_every_rank_refuses():
-    assert on_ranks(2, disagree) == ["the folder is taken"] * 2
+@pytest.mark.parametrize("asks", ["from_main", "from_main_for_hours"])
+def test_what_rank_0_refuses_every_rank_refuses(asks):
+    assert on_ranks(2, disagree, asks) == ["the folder is taken"] * 2
+
+
+def wait_for_a_rank_that_dies(first: int, is_maker: bool) -> float:
+    """Seconds until it is noticed; rank `first` waits, as the maker of something or for one."""
+    ranks = joined()
+    ranks.wait()
+    if ranks.rank != first:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(RuntimeError) as error:
+        ranks.from_main_for_hours(lambda: None) if is_maker else ranks.wait_for_hours()
+    assert is_loss_of_ranks(error.value)
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize(("first", "is_maker"), [(0, True), (1, True), (0, False)])
+def test_nobody_waits_for_a_rank_that_is_dead(first, is_maker):
+    """However long the wait may be for one that lives."""
+    with pytest.raises(AssertionError, match=f"^rank {1 - first}:\\nno result within 30 s, exit code -9"):
+        on_ranks(2, wait_for_a_rank_that_dies, first, is_maker, timeout_s=30)
+
+
+def be_asked_to_stop_while_waiting() -> bool:
+    ranks = joined()
+    ranks.wait()
+    if ranks.rank == 1:
+        signal.signal(signal.SIGUSR2, lambda *_: heard.append(time.monotonic()))
+        heard: list[float] = []
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+    ranks.from_main_for_hours(lambda: time.sleep(3))
+    return ranks.rank == 0 or time.monotonic() - heard[0] > 1.5
+
+
+def test_a_signal_is_heard_while_rank_0_is_at_work():
+    assert on_ranks(2, be_asked_to_stop_while_waiting) == [True, True]
