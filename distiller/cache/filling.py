@@ -26,6 +26,7 @@ from distiller.errors import RunError, UserError
 from distiller.micro_batch import LiveCollation, MicroBatch
 from distiller.process import settle_loader_worker
 from distiller.ranks import Ranks
+from distiller.roll_call import RollCall
 from distiller.tasks.base import Task
 from distiller.teachers.base import Outputs, Teacher
 
@@ -119,7 +120,9 @@ class Filling:
             ) as bar,
         ):
             written: Future[None] | None = None
+            others = RollCall(ranks)
             for shard, is_own in shards:
+                others.answer()
                 samples: list[Outputs] = []
                 for _ in range(per_shard):
                     samples += self._ask(next(groups))

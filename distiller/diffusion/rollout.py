@@ -25,6 +25,7 @@ from distiller.diffusion.shards import save_whole
 from distiller.diffusion.text import TextStore, answers_key
 from distiller.diffusion_config import DiffusionRecipe
 from distiller.ranks import Ranks
+from distiller.roll_call import RollCall
 from distiller.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 
@@ -132,7 +133,9 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     ) as bar:
+        others = RollCall(ranks)
         for turn in range(rounds):
+            others.answer()
             mine = turn * ranks.world_size + ranks.rank
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
             number = missing[min(mine, len(missing) - 1)]

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from distiller.errors import AgreedUserError, UserError
 from distiller.ranks import Ranks
+from distiller.roll_call import RollCall
 from distiller.siblings import is_loss_of_ranks
 from tests import toys
 from tests.distributed.ranks import on_ranks
@@ -124,12 +125,36 @@ def test_nobody_waits_for_a_rank_that_is_dead(first, is_maker):
         on_ranks(2, wait_for_a_rank_that_dies, first, is_maker, timeout_s=30)
 
 
-def be_asked_to_stop_while_waiting() -> bool:
+def work_beside_a_rank_that_dies() -> None:
     ranks = joined()
+    others, pieces = RollCall(ranks), []
+
+    def work() -> None:
+        for piece in range(1000):
+            others.answer()
+            pieces.append(piece)
+            if ranks.rank == 1:
+                time.sleep(0.5)
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(0.02)
+
+    with pytest.raises(RuntimeError) as error:
+        work()
+    assert is_loss_of_ranks(error.value)
+    assert 10 < len(pieces) < 500
+
+
+def test_who_works_alone_sees_that_another_has_died():
+    """Between two pieces of the work, without waiting for those that live."""
+    with pytest.raises(AssertionError, match=r"^rank 1:\nno result within 30 s, exit code -9"):
+        on_ranks(2, work_beside_a_rank_that_dies, timeout_s=30)
+
+
+def be_asked_to_stop_while_waiting() -> bool:
+    ranks, heard = joined(), list[float]()
     ranks.wait()
     if ranks.rank == 1:
         signal.signal(signal.SIGUSR2, lambda *_: heard.append(time.monotonic()))
-        heard: list[float] = []
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
     ranks.from_main_for_hours(lambda: time.sleep(3))
     return ranks.rank == 0 or time.monotonic() - heard[0] > 1.5

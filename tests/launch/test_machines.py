@@ -124,3 +124,24 @@ def test_a_file_that_one_machine_lacks(where, toy, tmp_path, machine):
         assert len(running.lines) == len(starts), running.output
         assert all(line.startswith(start) for line, start in zip(running.lines, starts, strict=True)), running.output
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_machine_that_dies_during_a_rollout_ends_the_other(where, toy, tmp_path, machine):
+    """Within a minute, as everywhere; and what was drawn is used by the next run."""
+    rollout = ["rollout.samples_per_prompt=100", "rollout.batch_size=1", f"cache_dir={tmp_path / 'cache'}"]
+    with begun(where, toy, tmp_path / "run", 2, "cpu_2proc", *rollout) as both:
+        shards = [0]
+
+        def has_drawn() -> bool:
+            shards[0] = len(list(tmp_path.glob("cache/rollout-*.partial/rollout-*.safetensors")))
+            return shards[0] >= 4
+
+        both[0].wait_until(has_drawn, 120)
+        both[machine].kill_all()
+        assert both[1 - machine].wait_until_gone(60) == 1
+        (line,) = both[1 - machine].lines
+        assert "the ranks lost each other" in line
+        assert line.endswith("continue with --resume")
+    assert len(list(tmp_path.glob("cache/rollout-*.partial/rollout-*.safetensors"))) >= shards[0]

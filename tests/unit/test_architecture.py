@@ -25,7 +25,7 @@ LAYERS = [
         "trained_student",
     ],
     ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
-    ["stopping", "machines", "operator_locks", "asynchronous_io", "hub", "durable", "raw_columns"],
+    ["roll_call", "stopping", "machines", "operator_locks", "asynchronous_io", "hub", "durable", "raw_columns"],
     ["teacher_config"],
     ["config"],
     ["classification_config", "diffusion_config", "language_config"],
