@@ -105,27 +105,10 @@ class Ranks:
         """What rank 0 makes, on every rank; so is its failure. Small plain values only. Communicates."""
         return _shared(self.everyone, 0, self.is_main, make)
 
-    def from_main_for_hours(self, make: Callable[[], Any]) -> Any:
-        """As `from_main`, for what takes long: ranks that wait hear signals meanwhile. Communicates."""
-
-        def make_and_meet() -> Any:
-            # A signal's exception is for this rank alone, and goes without meeting the others.
-            try:
-                made = make()
-            except Exception:
-                self.wait_for_hours()
-                raise
-            self.wait_for_hours()
-            return made
-
-        if not self.is_main:
-            self.wait_for_hours()
-        return self.from_main(make_and_meet)
-
     def print(self, text: str) -> None:
         """Prints on rank 0."""
         if self.is_main:
-            print(text, flush=True)
+            print(text)
 
     def from_local_main(self, make: Callable[[], Any]) -> Any:
         """What the node's first rank makes, on each of its ranks; so is its failure. Communicates."""

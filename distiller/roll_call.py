@@ -24,10 +24,9 @@ class RollCall:
         """Every rank calls it before each piece. The library's RuntimeError where a rank is dead. Communicates."""
         if self._group is None:
             return
-        ended = [work for work in self._open if work.is_completed()]
-        for work in ended:
+        for work in [work for work in self._open if work.is_completed()]:
             work.wait()
-        self._open = [work for work in self._open if work not in ended]
+            self._open.remove(work)
         work = dist.barrier(self._group, async_op=True)
         assert work is not None
         self._open.append(work)

@@ -61,11 +61,13 @@ class Stage:
         self.wait()
 
     def made_by_main(self, ranks: Ranks, make: Callable[[], None]) -> None:
-        """Lets rank 0 make the result if it is missing; its failure is every rank's, its death ends the others' wait.
+        """Lets rank 0 make the result if it is missing; the others wait for rank 0, as long as it lives.
 
         Every rank calls it. Communicates from host to host. Another run that makes the same result is waited for.
         """
-        ranks.from_main_for_hours(lambda: self.make_once(True, make))
+        if ranks.is_main:
+            self.make_once(True, make)
+        ranks.wait_for_hours()
         self.wait()
 
     @contextmanager
@@ -75,16 +77,13 @@ class Stage:
         The same on every rank. Rank 0 holds the stage's lock as long as the body takes. Communicates from host to host.
         """
         with ExitStack() as held:
-
-            def begin() -> bool:
+            if ranks.is_main:
                 self.parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(self._lock())
-                if self.is_complete:
-                    return False
-                self.partial.mkdir(parents=True, exist_ok=True)
-                return True
-
-            yield ranks.from_main_for_hours(begin)
+                if not self.is_complete:
+                    self.partial.mkdir(parents=True, exist_ok=True)
+            ranks.wait_for_hours()
+            yield ranks.from_main(lambda: not self.is_complete)
 
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
@@ -95,7 +94,7 @@ class Stage:
         return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until what another process has finished, or finishes on this machine, is seen here."""
+        """Waits until another process has finished, and this machine sees it."""
         while not self.is_complete:
             time.sleep(poll_s)
 

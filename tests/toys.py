@@ -13,6 +13,11 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
+from distiller.ranks import Ranks
+
+ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
+"""One process on the CPU."""
+
 WORDS = ("a", "red", "blue", "green", "cat", "dog", "bird", "runs", "sits", "flies")
 TEXT_DIM = 16
 PROMPTS = [f"a {colour} {animal} {verb}" for colour in WORDS[1:4] for animal in WORDS[4:7] for verb in WORDS[7:]]

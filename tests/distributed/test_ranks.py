@@ -18,6 +18,7 @@ from distiller.errors import AgreedUserError, UserError
 from distiller.ranks import Ranks
 from distiller.roll_call import RollCall
 from distiller.siblings import is_loss_of_ranks
+from distiller.stages import Stage
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
@@ -87,7 +88,7 @@ def joined() -> Ranks:
     return Ranks.join(Accelerator(cpu=True).device)
 
 
-def disagree(asks: str) -> str:
+def disagree() -> str:
     ranks = joined()
 
     def only_rank_0_sees_it() -> None:
@@ -95,34 +96,68 @@ def disagree(asks: str) -> str:
         raise UserError("the folder is taken")
 
     with pytest.raises(AgreedUserError) as error:
-        getattr(ranks, asks)(only_rank_0_sees_it)
+        ranks.from_main(only_rank_0_sees_it)
     return str(error.value)
 
 
-@pytest.mark.parametrize("asks", ["from_main", "from_main_for_hours"])
-def test_what_rank_0_refuses_every_rank_refuses(asks):
-    assert on_ranks(2, disagree, asks) == ["the folder is taken"] * 2
+def test_what_rank_0_refuses_every_rank_refuses():
+    assert on_ranks(2, disagree) == ["the folder is taken"] * 2
 
 
-def wait_for_a_rank_that_dies(first: int, is_maker: bool) -> float:
-    """Seconds until it is noticed; rank `first` waits, as the maker of something or for one."""
-    ranks = joined()
+def wait_for_a_rank_that_dies(number: int, folder: Path) -> None:
+    ranks, stage = joined(), Stage("made", {"by": "rank 0"}, folder)
     ranks.wait()
-    if ranks.rank != first:
+    if ranks.rank == number:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     with pytest.raises(RuntimeError) as error:
-        ranks.from_main_for_hours(lambda: None) if is_maker else ranks.wait_for_hours()
+        stage.made_by_main(ranks, lambda: (stage.partial.mkdir(), stage.finish()))
     assert is_loss_of_ranks(error.value)
-    return time.monotonic() - began
 
 
-@pytest.mark.parametrize(("first", "is_maker"), [(0, True), (1, True), (0, False)])
-def test_nobody_waits_for_a_rank_that_is_dead(first, is_maker):
+@pytest.mark.parametrize("number", [0, 1])
+def test_nobody_waits_for_a_rank_that_is_dead(tmp_path, number):
     """However long the wait may be for one that lives."""
-    with pytest.raises(AssertionError, match=f"^rank {1 - first}:\\nno result within 30 s, exit code -9"):
-        on_ranks(2, wait_for_a_rank_that_dies, first, is_maker, timeout_s=30)
+    with pytest.raises(AssertionError, match=f"^rank {number}:\\nno result within 30 s, exit code -9"):
+        on_ranks(2, wait_for_a_rank_that_dies, number, tmp_path, timeout_s=30)
+
+
+def make_in_two_runs(folder: Path) -> list[tuple[str, bool]]:
+    """A thread for each run, with a group of its own; what each found, in order."""
+    from accelerate import Accelerator
+
+    device, stage, found = (
+        Accelerator(cpu=True).device,
+        Stage("drawn", {"of": "both"}, folder),
+        list[tuple[str, bool]](),
+    )
+
+    def work(run: str, ranks: Ranks) -> None:
+        with stage.made_by_all(ranks) as is_missing:
+            found.append((run, is_missing))
+            if is_missing:
+                (stage.partial / f"part-{ranks.rank}").touch()
+                time.sleep(0.3)
+                assert found == [(run, True)]
+                ranks.wait_for_hours()
+                if ranks.is_main:
+                    stage.finish()
+                ranks.wait()
+
+    threads = [threading.Thread(target=work, args=(run, Ranks.join(device))) for run in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_two_runs_of_two_ranks_make_a_stage_one_after_the_other(tmp_path):
+    """Whichever run is first makes it; the other finds it made, on both of its ranks."""
+    ours, theirs = on_ranks(2, make_in_two_runs, tmp_path)
+    assert ours == theirs
+    assert [is_missing for _, is_missing in ours] == [True, False]
+    assert sorted(file.name for file in tmp_path.glob("drawn-*/part-*")) == ["part-0", "part-1"]
 
 
 def work_beside_a_rank_that_dies() -> None:
@@ -156,7 +191,9 @@ def be_asked_to_stop_while_waiting() -> bool:
     if ranks.rank == 1:
         signal.signal(signal.SIGUSR2, lambda *_: heard.append(time.monotonic()))
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
-    ranks.from_main_for_hours(lambda: time.sleep(3))
+    if ranks.is_main:
+        time.sleep(3)
+    ranks.wait_for_hours()
     return ranks.rank == 0 or time.monotonic() - heard[0] > 1.5
 
 

@@ -23,12 +23,11 @@ from distiller.checkpoint.schedule import is_due
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, UserError
-from distiller.ranks import Ranks
 from distiller.student_state.base import Piece
 from tests.toy_state import IDENTITY, ToyState
+from tests.toys import ALONE
 
 CPU = torch.device("cpu")
-ALONE = Ranks(CPU, 0, 1, 0, 1, None, None)
 
 
 def checkpoints(folder: Path, state: ToyState, keep: int = 2, average: MovingAverage | None = None) -> Checkpoints:

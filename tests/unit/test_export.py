@@ -15,10 +15,9 @@ from distiller.checkpoint.format import rank_file
 from distiller.checkpoint.saving import Checkpoints
 from distiller.errors import AgreedError, UserError
 from distiller.export import export_checkpoint, export_run
-from distiller.ranks import Ranks
 from tests.toy_state import IDENTITY, ToyState
+from tests.toys import ALONE
 
-ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
 FULL = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), SafetensorError("I/O error: No space left on device")]
 
 

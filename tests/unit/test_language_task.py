@@ -19,12 +19,10 @@ from distiller.caching import make_cache
 from distiller.errors import QualityGateError, UserError
 from distiller.language.batch import IGNORED
 from distiller.language.counted import CountedBatch
-from distiller.ranks import Ranks
 from distiller.recipe_file import parse
 from distiller.tasks.causal_lm import CausalLMTask
 from tests import toy_causal_lm, toys
 
-ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
 FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
 
 
@@ -68,7 +66,7 @@ def loss_of(task: CausalLMTask, batch: CountedBatch, trained: Any) -> float:
     """The loss sum of a micro-batch, with the teacher in this process."""
     from distiller.teachers.opening import open_alone
 
-    task.run_stages(ALONE, None)
+    task.run_stages(toys.ALONE, None)
     options = task._recipe.teacher
     teacher = open_alone(task.network, options, torch.float32, torch.device("cpu"))
     outputs = teacher.predict([task.request(batch)])[0]
@@ -226,7 +224,7 @@ def test_a_cache_of_distributions_needs_no_output_layer(make_recipe, tmp_path, f
     teacher = {"path": str(make_recipe().teacher.path), "placement": "cached", "cache": str(tmp_path)}
     task = task_of(parse(toy_causal_lm.recipe(tmp_path, teacher=teacher, cache={"form": form})))
     assert (task.bytes_beside(torch.float32) > 0) == needs
-    task.run_stages(ALONE, None)
+    task.run_stages(toys.ALONE, None)
     assert (task._head is not None) == needs
 
 
@@ -239,7 +237,7 @@ def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
     block.register_forward_hook(lambda *_: calls.append(1))
     batch = task.collate([toy_causal_lm.sample(0, 8)])
     outputs = {"hidden": torch.zeros(1, 8, 32)}
-    task.run_stages(ALONE, None)
+    task.run_stages(toys.ALONE, None)
     loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
     loss.total.backward()
     assert len(calls) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from pathlib import Path
@@ -9,11 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distiller.ranks import Ranks
+from distiller.errors import full_disk
 from distiller.raw_columns import RawColumns
 from distiller.stages import Stage
-
-ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
+from tests import toys
 
 
 @pytest.mark.timeout(60)
@@ -23,7 +23,7 @@ def test_two_runs_make_a_stage_one_after_the_other(tmp_path):
 
     def work() -> None:
         begun.wait()
-        with stage.made_by_all(ALONE) as is_missing:
+        with stage.made_by_all(toys.ALONE) as is_missing:
             answers.append(is_missing)
             if is_missing:
                 assert not stage.is_complete
@@ -39,6 +39,17 @@ def test_two_runs_make_a_stage_one_after_the_other(tmp_path):
         thread.join()
     assert answers == [True, False]
     assert [file.name for file in stage.folder.iterdir() if file.name == "part"] == ["part"]
+
+
+def test_who_makes_for_all_keeps_the_reason_of_a_failure(tmp_path):
+    """A full disk is one line and a bug has its traceback, as in a process of its own."""
+
+    def fail() -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "weights")
+
+    with pytest.raises(OSError, match="No space left") as error:
+        Stage("made", {}, tmp_path).made_by_main(toys.ALONE, fail)
+    assert full_disk(error.value) is not None
 
 
 def test_columns_grow_on_the_disk_and_leave_nothing_but_tensors(tmp_path):
