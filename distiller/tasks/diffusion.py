@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
@@ -41,7 +41,7 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task
@@ -68,9 +68,10 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
+    def notices(self) -> list[str]:
+        return [*guidance_notes(self._recipe), *self._source.notices]
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        for note in guidance_notes(self._recipe):
-            ranks.print(f"note: {note}")
         return self._source.prepare(ranks, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
