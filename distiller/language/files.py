@@ -18,6 +18,7 @@ from distiller.hub import download, looks_like_hub_id
 from distiller.language.anatomy import Anatomy
 from distiller.language.gguf import GgufModel
 from distiller.resources import find_model_file
+from distiller.stage_places import StagePlaces
 from distiller.stages import digest_files
 from distiller.weight_files import read_header
 
@@ -58,7 +59,7 @@ def find_model(
     path: str,
     revision: str | None,
     subfolder: str | None,
-    stages_dir: Path,
+    stages_dir: Path | StagePlaces,
     trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.

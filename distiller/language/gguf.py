@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import RunError, UserError
+from distiller.stage_places import StagePlaces
 from distiller.stages import Stage, digest_files
 
 FORMAT = 1
@@ -45,7 +46,7 @@ class GgufModel:
         description: the folder with config.json and the tokenizer's files.
     """
 
-    def __init__(self, file: Path, stages_dir: Path) -> None:
+    def __init__(self, file: Path, stages_dir: Path | StagePlaces) -> None:
         """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
         if importlib.util.find_spec("gguf") is None:
             raise UserError(f"{file} needs the package gguf to be read; pip install gguf")
