@@ -64,7 +64,9 @@ class Guidance(Section):
 class DiffusionOptions(TaskOptions):
     """What is learnt, for diffusion teachers."""
 
-    kind: Literal["diffusion"] = Field(default="diffusion", description="which task")  # type: ignore[assignment]
+    kind: Literal["diffusion"] = Field(
+        default="diffusion", description="which task; left out: the one that the teacher is of"
+    )  # type: ignore[assignment]
     height: Positive = Field(default=64, description="pixels")
     width: Positive = Field(default=64, description="pixels")
     num_frames: Positive = Field(default=1, description="1 = text-to-image; otherwise 4 k + 1, for Wan")

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from distiller.errors import UserError
+from distiller.resources import looked_for
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -40,7 +41,7 @@ def _read_lines(path: Path) -> list[str]:
             "latents"
         )
     if not os.path.isfile(path):
-        raise UserError(f"data.path: {path} does not exist; give a text file with one prompt a line")
+        raise UserError(f"data.path: {path} does not exist{looked_for(path)}; give a text file with one prompt a line")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -17,7 +17,7 @@ from distiller.errors import UserError
 from distiller.hub import download, looks_like_hub_id
 from distiller.language.anatomy import Anatomy
 from distiller.language.gguf import GgufModel
-from distiller.resources import find_model_file
+from distiller.resources import find_model_file, looked_for
 from distiller.stage_places import StagePlaces
 from distiller.stages import digest_files
 from distiller.weight_files import read_header
@@ -93,7 +93,7 @@ def find_model(
     elif os.path.exists(local):
         raise UserError(f"{origin} is a file; give the folder that holds config.json, or a GGUF file")
     elif not looks_like_hub_id(path):
-        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name)")
+        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name){looked_for(local)}")
     else:
         root = download(section, path, revision, [f"{inside}{pattern}" for pattern in DESCRIPTIONS]) / inside
 

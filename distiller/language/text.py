@@ -17,7 +17,7 @@ from distiller.data.folders import files_below, files_matching, has_linked_folde
 from distiller.errors import UserError
 from distiller.language.documents import FORMS, Document, Text, document_of, is_blank
 from distiller.language_config import LanguageData
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.stages import digest_files, digest_of
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
@@ -84,7 +84,10 @@ class DataSet(Corpus):
     def __init__(self, path: str, split: str) -> None:
         self._path, self._split = local_path(path), split
         if not os.path.exists(self._path):
-            raise UserError(f"data.path: {path} does not exist; give a data set's folder or a file on this machine")
+            raise UserError(
+                f"data.path: {path} does not exist{looked_for(self._path)}; give a data set's folder or a file on this "
+                "machine"
+            )
         if self._path.is_file() and self._path.suffix not in FORMATS:
             raise UserError(f"data.path: {path} is none of {', '.join(FORMATS)}; give one, or a data set's folder")
         try:
@@ -179,7 +182,7 @@ def _find_files(path: str, suffix: str) -> list[Path]:
         if not files:
             raise UserError(f"data.path: no file matches {path}")
         return files
-    raise UserError(f"data.path: {path} does not exist; give a file, a folder or a glob")
+    raise UserError(f"data.path: {path} does not exist{looked_for(place)}; give a file, a folder or a glob")
 
 
 def _files_in(folder: Path) -> list[Path]:

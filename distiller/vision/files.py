@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
 from distiller.hub import download, looks_like_hub_id
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.stages import digest_files
 from distiller.vision.stored import check_weights, stored_files, weights_among
 from distiller.vision.structure import Structure, inspect_model
@@ -82,7 +82,7 @@ def find_folder(path: str, revision: str | None, subfolder: str | None) -> tuple
     folder, repository = local_path(path), None
     if not os.path.exists(folder):
         if not looks_like_hub_id(path):
-            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name)")
+            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name){looked_for(folder)}")
         folder, repository = download("teacher", path, revision, ["*.json"]), path
     elif not folder.is_dir():
         raise UserError(f"teacher.path: {path} is a file; give the folder that holds config.json")
