@@ -58,7 +58,8 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         raise UserError(f"{section}.revision: {name} has no revision {revision}; {offline}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`){where}; {offline}"
+            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`){where}; "
+            f"{offline}"
         ) from error
     except Exception as error:
         # The hub's library lets errors of its HTTP client through, which is another package from version to version.
