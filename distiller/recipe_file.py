@@ -226,6 +226,8 @@ _RULES = {
 
 def _rule(problem: Mapping[str, Any]) -> str:
     """What the value must be."""
+    if problem["type"] == "string_type" and problem["input"] is None:
+        return "text, and null is none: give some, or leave the key out"
     rule = _RULES.get(problem["type"])
     return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
 

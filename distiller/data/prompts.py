@@ -40,6 +40,10 @@ def _read_lines(path: Path) -> list[str]:
             f"data.path: {path} is a folder; give a text file with one prompt a line, or set data.kind to images or "
             "latents"
         )
+    if path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet"):
+        raise UserError(
+            f"data.path: {path} is no plain text, and a line of it no prompt; give a text file with one prompt a line"
+        )
     if not os.path.isfile(path):
         raise UserError(f"data.path: {path} does not exist{looked_for(path)}; give a text file with one prompt a line")
     try:

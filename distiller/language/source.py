@@ -81,6 +81,12 @@ class LanguageSource:
             num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
             self._training, self._held_out = self._training.split(num_rows)
         self.num_samples = len(self._training)
+        if not self.num_samples:
+            raise UserError(
+                f"data.path: nothing is left to train on: in {self._training.num_left_out} documents, all that are not "
+                f"held out, nothing is learnt within data.max_length {data.max_length} tokens (prompts that fill a row "
+                "leave no room for what follows them); raise data.max_length"
+            )
         laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
         self.data_digest = digest_of([self._store.digest, *laid_out.values()])

@@ -24,6 +24,10 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": 
 """What `datasets` calls the formats of single files."""
 
 
+OTHER_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
+"""Suffixes of files that hold rows of documents -> the `data.kind` that reads them."""
+
+
 class Corpus(ABC):
     """A source of documents in a fixed order. Made from names alone; raises UserError."""
 
@@ -43,6 +47,12 @@ class TextFiles(Corpus):
 
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, ".txt")
+        for file in self._files:
+            if (kind := OTHER_KINDS.get(file.suffix.lower())) is not None:
+                raise UserError(
+                    f"data.path: {file} is no plain text, and data.kind=text would learn it as it stands; set "
+                    f"data.kind={kind}"
+                )
 
     @property
     def digest(self) -> str:
@@ -173,7 +183,9 @@ def _find_files(path: str, suffix: str) -> list[Path]:
     if place.is_dir():
         files = [file for file in files_below(place) if file.suffix == suffix]
         if not files:
-            raise UserError(f"data.path: the folder {path} holds no *{suffix}; give a glob, such as '{path}/**/*.md'")
+            others = sorted({kind for file in files_below(place) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
+            hint = f"set data.kind={others[0]}" if others else f"give a glob, such as '{path}/**/*.md'"
+            raise UserError(f"data.path: the folder {path} holds no *{suffix}; {hint}")
         return files
     if place.exists():
         return [place]

@@ -105,6 +105,11 @@ def read_config(file: Path, origin: str) -> PretrainedConfig:
         raise UserError(f"{origin}: {file.name} has no model_type, so it is not a model's config of transformers")
     if content.get("quantization_config"):
         raise UserError(f"{origin}: {file.name} is of a quantised model; give the plain one")
+    if (problem := content.get("problem_type")) not in (None, "single_label_classification"):
+        raise UserError(
+            f"{origin}: problem_type of {file.name} is {problem}, and the task compares distributions over classes of "
+            "which each picture has one; give a classifier of single_label_classification"
+        )
     named = content.get("architectures") or []
     if named and not any("ForImageClassification" in str(name) for name in named):
         raise UserError(
