@@ -21,6 +21,9 @@ GIB = 2**30
 ON_GPUS = ("replicated", "streamed", "sharded", "balanced", "rank0", "sequential", "swap", "disk", "cpu")
 """Fastest first, as docs/MODEL_LOADING_STRATEGIES.md measured them on two GPUs at 6,240 tokens."""
 
+ONE_RANK = ("replicated", "balanced", "sequential", "streamed", "sharded", "rank0", "swap", "disk", "cpu")
+"""The same for a single process: nobody waits for it on the GPUs that a device map spreads the teacher over."""
+
 ON_CPUS = ("replicated", "balanced", "cpu", "sequential", "sharded", "rank0", "streamed", "swap", "disk")
 """Fastest first where ranks stand for GPUs: all of them compute on the same cores, so what copies least comes first."""
 
@@ -83,7 +86,8 @@ def fitting(
         free = room.gpu_of_ranks[options.rank] if name == "rank0" and room.gpu_of_ranks else room.gpu
         return needs[name].host <= room.host and (free is None or needs[name].gpu <= free)
 
-    return [name for name in (ON_CPUS if room.gpu is None else ON_GPUS) if fits(name)]
+    order = ON_CPUS if room.gpu is None else ONE_RANK if room.num_ranks == 1 else ON_GPUS
+    return [name for name in order if fits(name)]
 
 
 def check_fits(options: Teacher, needs: Mapping[str, Footprint], room: Room, others: Callable[[], list[str]]) -> None:
