@@ -32,9 +32,13 @@ from distiller.teachers.base import Teacher
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt."""
+    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt.
+
+    `text_rows[n]` is prompt n's row in the text store, which holds prompts that stand more than once in one row.
+    """
 
     prompts: tuple[str, ...]
+    text_rows: tuple[int, ...]
     latent_shape: LatentShape
     recipe: DiffusionRecipe
     num_predictions: int
@@ -80,6 +84,9 @@ class RolloutPlan:
             "latent_shape": self.latent_shape,
             "seed": self.recipe.seed,
         }
+        if self.text_rows != tuple(range(len(self.prompts))):
+            # Older folders of such prompts hold latents of other texts: prompt n was drawn from row n.
+            key["text_rows"] = digest_of(list(self.text_rows))
         return Stage("rollout", key, self.recipe.stages_dir)
 
 
@@ -94,7 +101,7 @@ class Drawing:
     family: Family
     process: NoiseProcess
     text: TextStore
-    negative_prompt_index: int
+    negative_row: int
 
 
 def roll_out(drawing: Drawing, stage: Stage) -> None:
@@ -160,8 +167,8 @@ def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
     plan, family, text, recipe = drawing.plan, drawing.family, drawing.text, drawing.plan.recipe
     length = family.text_length(recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
-    positive = family.stack([text[index] for index in prompt_index], length)
-    negative = family.stack([text[drawing.negative_prompt_index]], length)
+    positive = family.stack([text[plan.text_rows[index]] for index in prompt_index], length)
+    negative = family.stack([text[drawing.negative_row]], length)
     conditions = Conditions.make(
         recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.ranks.device
     )

@@ -216,7 +216,8 @@ class Source:
 
     def _plan(self) -> RolloutPlan:
         num_predictions = self._process.num_predictions(self._recipe.sampling.num_inference_steps)
-        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe, num_predictions)
+        rows = tuple(self._row[prompt] for prompt in self.prompts)
+        return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions)
 
     def _check_shape(self, store: LatentStore) -> None:
         if store.shape != self._latent_shape:
