@@ -60,7 +60,8 @@ def test_the_rollout_draws_each_sample_from_its_own_prompt(repeated, pipelines):
 def test_stored_targets_are_the_answers_to_the_sample_s_own_text(repeated, pipelines):
     _, task, data, prompts = repeated("stored")
     batch = task.collate([data[0, i] for i in range(len(prompts))])
-    assert isinstance(batch, DiffusionBatch) and batch.stored is not None
+    assert isinstance(batch, DiffusionBatch)
+    assert batch.stored is not None
     teacher = WanTransformer3DModel.from_pretrained(pipelines[1], subfolder="transformer")
     texts = embedded(pipelines[1], [*prompts, "a"])
     with torch.no_grad():
