@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -122,7 +122,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if done:
         verify(run_dir, done, ranks)
-    _announce(world.notices, plan, task, world.engine, accelerator)
+    _announce((*world.notices, *task.notices()), plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(ranks, dtype)
@@ -265,7 +265,7 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
 
 
 def _announce(
-    notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
+    notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
 ) -> None:
     for notice in notices:
         accelerator.print(f"note: {notice}")

@@ -62,7 +62,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
-    for notice in world.notices:
+    for notice in (*world.notices, *task.notices()):
         accelerator.print(f"note: {notice}")
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")

@@ -15,6 +15,7 @@ from distiller.data.latents import LatentStore
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import count_passes
 from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
@@ -215,8 +216,11 @@ class Source:
         return Stage("images", key, self._recipe.stages_dir)
 
     def _plan(self) -> RolloutPlan:
-        num_predictions = self._process.num_predictions(self._recipe.sampling.num_inference_steps)
-        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe, num_predictions)
+        sampling, process = self._recipe.sampling, self._process
+        num_predictions = len(process.timesteps(sampling.num_inference_steps))
+        num_passes = count_passes(process, self._network, sampling.num_inference_steps, sampling.scales)
+        rows = tuple(self._row[prompt] for prompt in self.prompts)
+        return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions, num_passes)
 
     def _check_shape(self, store: LatentStore) -> None:
         if store.shape != self._latent_shape:
