@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,6 +21,11 @@ OTHER_FORMS = (
     *("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema.*", "*.non_ema-*"),
 )
 """Files that are never read: pickles, other frameworks', and the variants that lie beside a model's own weights."""
+
+
+def is_other_form(name: str) -> bool:
+    """Whether a file of this name is one that is never read."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FORMS)
 
 
 def looks_like_hub_id(name: str) -> bool:

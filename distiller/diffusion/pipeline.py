@@ -10,9 +10,10 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
-from distiller.hub import download, looks_like_hub_id
+from distiller.hub import download, is_other_form, looks_like_hub_id
 from distiller.resources import local_path
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
@@ -82,9 +83,12 @@ class PipelineFiles:
         return self.root
 
     def digest(self, *parts: str) -> str:
-        """The content digest of whole component folders (weights included)."""
+        """The content digest of whole component folders (weights included), but for files that are never read.
+
+        What else was ever downloaded into the hub's cache would decide, and a copy of the folder would differ.
+        """
         root = self.fetch(*parts)
-        return digest_files(file for part in parts for file in (root / part).rglob("*") if file.is_file())
+        return digest_files(file for part in parts for file in files_below(root / part) if not is_other_form(file.name))
 
 
 def locate(teacher: Teacher) -> Location:

@@ -83,14 +83,16 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
-    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        self._dtype = dtype
-        notice = size_notice(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
-        if notice is not None:
-            ranks.print(f"note: {notice}")
+    def notices(self) -> list[str]:
+        sizes = size_notice(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
+        notices = [] if sizes is None else [sizes]
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
-            ranks.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+            notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
+        return notices
+
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
+        self._dtype = dtype
         self._source.prepare(ranks)
         return False
 
@@ -148,6 +150,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
         config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
+        if self._task.trust_remote_code:
+            # Read with its own code, a config holds the path that it was read from.
+            config["_name_or_path"] = ""
         return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
 
     def cached_form(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
@@ -43,7 +43,7 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task
@@ -72,7 +72,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
 
     def notices(self) -> list[str]:
         # Rank 0 alone prints them, and tokenising all texts takes a while.
-        return [*guidance_notes(self._recipe), *(self._long_texts() if is_main_process() else [])]
+        long_texts = self._long_texts() if is_main_process() else []
+        return [*guidance_notes(self._recipe), *self._source.notices, *long_texts]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)

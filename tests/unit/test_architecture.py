@@ -10,6 +10,7 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     [
+        "contents",
         "depth",
         "resources",
         "plain_yaml",
