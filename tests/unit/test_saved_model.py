@@ -25,7 +25,7 @@ def save_twice(model: torch.nn.Module, folder: Path) -> None:
     model.save_pretrained(folder, max_shard_size="10KB")  # type: ignore[operator]
     assert len(list(folder.glob("*.safetensors"))) > 1
     name = next(folder.glob("*.index.json")).name.removesuffix(".index.json")
-    shards = {file for file in json.loads((folder / f"{name}.index.json").read_text())["weight_map"].values()}
+    shards = set(json.loads((folder / f"{name}.index.json").read_text())["weight_map"].values())
     stored = {key for shard in shards for key in load_file(folder / shard)}
     save_file({key: state[key] + 1 for key in sorted(stored)}, folder / name, metadata={"format": "pt"})
 
@@ -71,7 +71,7 @@ def test_other_names_are_no_weights(tmp_path):
     folder = toy_causal_lm.save_model(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
     for find in (transformers_files, diffusers_files):
-        with pytest.raises(UserError, match="x: holds no weights in .*other names"):
+        with pytest.raises(UserError, match=r"x: holds no weights in .*other names"):
             find(folder, "x")
 
 
