@@ -81,7 +81,7 @@ class LanguageNetwork(Network):
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
         """Reads the output layer. Communicates nothing: every rank reads it. Raises UserError where it is missing."""
         anatomy = self._files.anatomy
-        files = WeightFiles(self._files.weight_files(), anatomy.whole_name)
+        files = WeightFiles(self._files.weight_files(), anatomy.renaming.name)
         try:
             name = next((name for name in anatomy.head_names if name in files.tensors), None)
             if name is None:

@@ -97,7 +97,7 @@ class StudentModel:
         theirs, ours = self._teacher.anatomy, self.anatomy
         kept = evenly_spaced(ours.num_blocks, theirs.num_blocks)
         inside = f"{model.base_model_prefix}.{ours.block_prefix}"
-        files = WeightFiles(self._teacher.weight_files(), theirs.whole_name)
+        files = WeightFiles(self._teacher.weight_files(), theirs.renaming.name)
         try:
             with torch.no_grad():
                 for name, target in model.named_parameters():

@@ -25,7 +25,10 @@ LAYERS = [
         "importing",
         "trained_student",
     ],
-    ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
+    [
+        *("sections", "stages", "ranks", "room", "weight_files", "saved_model", "siblings", "folder_lock"),
+        "gradient_buckets",
+    ],
     ["roll_call", "stopping", "machines", "operator_locks", "asynchronous_io", "hub", "durable", "raw_columns"],
     ["teacher_config"],
     ["config"],
