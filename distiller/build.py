@@ -122,7 +122,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if done:
         verify(run_dir, done, ranks)
-    _announce(world.notices, plan, task, world.engine, accelerator)
+    _announce((*world.notices, *task.notices), plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(ranks, dtype)

@@ -144,6 +144,8 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
+    for notice in task.notices:
+        print(f"note: {notice}")
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 

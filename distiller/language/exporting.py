@@ -18,7 +18,7 @@ from distiller.errors import UserError
 from distiller.language.continuing import students_hidden
 from distiller.language.evaluation import Reader
 from distiller.language.files import LanguageFiles
-from distiller.language.network import Head
+from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 
 COMPANIONS = (
@@ -50,8 +50,8 @@ def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping
         os.chmod(file, 0o644)
 
 
-def read_exported(run_dir: Path, trusts_code: bool, device: torch.device) -> Reader:
-    """The exported student of a run, in float32. Raises UserError when the run has none."""
+def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
+    """The exported student of a run, in float32; see `reader_of`. Raises UserError when the run has none."""
     folder = run_dir / "student"
     if not (folder / "config.json").is_file():
         raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
@@ -66,11 +66,14 @@ def read_exported(run_dir: Path, trusts_code: bool, device: torch.device) -> Rea
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
-    return reader_of(model, device)
+    return reader_of(model, device, change, ids)
 
 
-def reader_of(model: Any, device: torch.device) -> Reader:
-    """A model of the library that is only read."""
+def reader_of(model: Any, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
+    """A model of the library that is only read.
+
+    `change` is what it does to its output layer's logits, `ids` are those that stand for a token.
+    """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()
-    return Reader(students_hidden(model), Head(output.weight, output.bias))
+    return Reader(students_hidden(model), Head(output.weight, output.bias, change, ids))

@@ -63,7 +63,6 @@ class DocumentTokenizer:
             )
         self._tokenizer = tokenizer
         self.pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        self.num_ids = len(tokenizer)
 
     @property
     def digest(self) -> str:

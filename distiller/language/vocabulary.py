@@ -6,6 +6,7 @@ from typing import Any
 
 from distiller.errors import UserError
 from distiller.language.files import LanguageFiles
+from distiller.language.logits import TokenIds
 
 
 def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
@@ -30,8 +31,9 @@ def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
             )
 
 
-def check_sizes(teacher: LanguageFiles, student_vocabulary: int, num_token_ids: int) -> None:
+def check_sizes(teacher: LanguageFiles, student_vocabulary: int, ids: TokenIds) -> None:
     """Raises UserError where a tokenizer gives out ids that one of the models has no place for."""
+    num_token_ids = ids.size
     for owner, size in ((teacher.origin, teacher.anatomy.vocabulary), ("the student", student_vocabulary)):
         if size < num_token_ids:
             raise UserError(
@@ -40,13 +42,18 @@ def check_sizes(teacher: LanguageFiles, student_vocabulary: int, num_token_ids: 
             )
 
 
-def size_notice(teacher_vocabulary: int, student_vocabulary: int) -> str | None:
-    """One line where one vocabulary is padded, or larger than the other."""
-    if teacher_vocabulary == student_vocabulary:
+def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> str | None:
+    """One line where an output layer has ids that stand for no token."""
+    sizes = {"teacher": teacher_vocabulary, "student": student_vocabulary}
+    unused = [
+        f"{ids.num_unused(size)} of the {owner}'s {size} ids" for owner, size in sizes.items() if ids.num_unused(size)
+    ]
+    if not unused:
         return None
+    kept_down = "; the student's others are kept down (loss/unused_ids)" * (ids.num_unused(student_vocabulary) > 0)
     return (
-        f"the teacher's vocabulary has {teacher_vocabulary} ids and the student's {student_vocabulary}: both are "
-        f"compared over the first {min(teacher_vocabulary, student_vocabulary)}"
+        f"{' and '.join(unused)} stand for no token of the tokenizer: both models are compared over the "
+        f"{ids.num_tokens} that do{kept_down}"
     )
 
 

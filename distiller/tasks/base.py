@@ -53,6 +53,11 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def needs_live_teacher(self) -> bool:
         """Whether the loop asks the teacher for predictions."""
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What is said of recipe and files before a run, and by `--check`: a line each. Known once it is made."""
+        return ()
+
     @abstractmethod
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.
