@@ -18,7 +18,7 @@ from distiller.language_config import LanguageData
 from distiller.ranks import Ranks
 from distiller.stages import Stage, digest_of
 
-FORMAT = 2
+FORMAT = 3
 """Of the stage's files and of what is made of a document; another number is another key."""
 
 
