@@ -17,7 +17,6 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from distiller.errors import UserError
 from distiller.language.continuing import students_hidden
 from distiller.language.evaluation import Reader
-from distiller.language.files import LanguageFiles
 from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 
@@ -28,10 +27,11 @@ COMPANIONS = (
 """What goes into an exported student beside its config and weights."""
 
 
-def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes the model, tied weights once, and its tokenizer: its own, or the teacher's.
+def export_student(student: StudentModel, tokenizer_folder: Path, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the model, tied weights once, and the tokenizer by which it was trained.
 
     Args:
+        tokenizer_folder: where that lies.
         state: of `LanguageStudent`; a tied tensor may have one of its names only.
     """
     model = student.skeleton().to_empty(device="cpu")
@@ -41,9 +41,7 @@ def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping
     lacking = set(report.missing_keys) - set(student.anatomy.head_names)
     assert not lacking and not report.unexpected_keys, f"a checkpoint of another student: {report}"
     model.save_pretrained(folder)
-    has_own = student.files is not None and student.files.tokenizer is not None
-    root = student.files.root if student.files is not None and has_own else teacher.root
-    for file in sorted({file for pattern in COMPANIONS for file in root.glob(pattern)}):
+    for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
         shutil.copyfile(file, folder / file.name)
     for file in folder.iterdir():
         # safetensors creates its files for the owner only.

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from distiller.errors import UserError
+from distiller.language.documents import Document
 from distiller.language.files import LanguageFiles
 from distiller.language.logits import TokenIds
+from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
+
+NUM_READ = 256
+"""Documents that are tokenised with both tokenizers, at most."""
 
 
 def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
@@ -29,6 +36,49 @@ def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
             raise UserError(
                 f"{student.origin}: its tokenizer's {name} is {mine} and the teacher's {teachers}; make them equal"
             )
+
+
+def other_reading(
+    teacher: LanguageFiles, student: LanguageFiles, documents: Iterable[Document], trusts_code: bool
+) -> str | None:
+    """How the student's own tokenizer reads the first documents otherwise than the teacher's; None where it does not.
+
+    Both give every id the same token (`check_same_tokens`). Training takes the teacher's reading.
+    """
+    lacking = sorted(_by_id(teacher.tokenizer).items() - _by_id(student.tokenizer).items())
+    if lacking:
+        return f"it lacks {len(lacking)} of the teacher's tokens, the first {lacking[0][1]!r}"
+    theirs = DocumentTokenizer(teacher.root, trusts_code)
+    try:
+        ours = DocumentTokenizer(student.root, trusts_code)
+        if ours.digest == theirs.digest:
+            return None
+        read = list(islice(documents, NUM_READ))
+        pairs = zip(ours.tokenise(read), theirs.tokenise(read), strict=True)
+        for document, (one, other) in zip(read, pairs, strict=True):
+            if difference := _difference(one, other, student.tokenizer):
+                return f"of {document.origin} it makes {difference}"
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _difference(ours: TokenisedDocument, theirs: TokenisedDocument, tokenizer: Any) -> str | None:
+    """Where two readings of one document part, in words."""
+    if ours.tokens.tolist() == theirs.tokens.tolist():
+        parts = ours.learnt.tolist() != theirs.learnt.tolist()
+        return "the same tokens, and another part of them is the answer" if parts else None
+    pairs = zip(ours.tokens.tolist(), theirs.tokens.tolist(), strict=False)
+    shorter = min(len(ours.tokens), len(theirs.tokens))
+    place = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter)
+    one, other = (_token(reading, place, tokenizer) for reading in (ours, theirs))
+    return f"{one} at token {place + 1}, where the teacher's makes {other}"
+
+
+def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
+    if place >= len(reading.tokens):
+        return "its end"
+    return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
 
 
 def check_sizes(teacher: LanguageFiles, student_vocabulary: int, ids: TokenIds) -> None:

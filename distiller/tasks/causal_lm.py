@@ -33,8 +33,9 @@ from distiller.language.source import LanguageSource
 from distiller.language.sparse import SparseForm
 from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
+from distiller.language.text import documents_of, open_corpus
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
-from distiller.language.vocabulary import check_same_tokens, check_sizes, unused_ids_notice
+from distiller.language.vocabulary import check_same_tokens, check_sizes, other_reading, unused_ids_notice
 from distiller.language_config import LanguageRecipe
 from distiller.ranks import Ranks
 from distiller.tasks.base import LossSum, Task
@@ -71,6 +72,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
         self._source = LanguageSource(recipe, self.files.root, trusts_code)
         check_sizes(self.files, self._student.anatomy.vocabulary, self.network.ids)
+        self._reads_alike, self._other_reading = self._compare_readings()
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         self._beginnings()
         features = recipe.task.losses.features
@@ -78,6 +80,15 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._form = self._stored_form(recipe.cache.form)
         self._head: Head | None = None
         self._dtype = torch.float32
+
+    def _compare_readings(self) -> tuple[bool, str | None]:
+        """Whether the student has a tokenizer of its own that reads as the teacher's does, and how it does not."""
+        own, data = self._student.files, self._recipe.data
+        if own is None or own.tokenizer is None:
+            return False, None
+        documents = documents_of(open_corpus(data), data.max_samples)
+        difference = other_reading(self.files, own, documents, self._recipe.task.trust_remote_code)
+        return difference is None, difference
 
     @property
     def needs_live_teacher(self) -> bool:
@@ -88,6 +99,11 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def notices(self) -> tuple[str, ...]:
         sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
         found = [unused_ids_notice(*sizes, self.network.ids)]
+        if self._other_reading is not None:
+            found.append(
+                f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
+                "learns the teacher's tokens and is exported with the teacher's tokenizer"
+            )
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
@@ -216,7 +232,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        export_student(self._student, self.files, state, folder)
+        own = self._student.files if self._reads_alike else None
+        export_student(self._student, (own or self.files).root, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         beginnings = self._beginnings()
