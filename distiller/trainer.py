@@ -27,6 +27,7 @@ from distiller.data.order import UpdatePlan
 from distiller.errors import AgreedError, StoppedError
 from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.health import Health, spoil
+from distiller.kept_buffers import KeptBuffers
 from distiller.micro_batch import MicroBatch
 from distiller.optim import learning_rate, set_learning_rate, step_unless
 from distiller.pulse import Pulse
@@ -90,6 +91,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
+    buffers = KeptBuffers(run.student)
     saved_at, is_overdue = time.monotonic(), False
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
@@ -119,6 +121,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
+            buffers.follow(is_skipped)
             if run.average is not None:
                 run.average.update(is_skipped)
         health.note(

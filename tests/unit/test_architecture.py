@@ -40,7 +40,7 @@ LAYERS = [
     ["launch_request"],
     ["launch_rules"],
     ["launch_compile", "launch_deepspeed", "launch_fsdp", "terms"],
-    ["launch", "student_state", "tracking", "pulse", "health"],
+    ["launch", "student_state", "tracking", "pulse", "health", "kept_buffers"],
     ["student_size", "average"],
     ["checkpoint"],
     ["trainer", "output"],
