@@ -49,7 +49,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         run.accelerator.end_training()
         return
-    run.tracker.start_trackers(recipe)
+    start_trackers(run)
     try:
         with stops.deferred():
             if run.first_step <= run.last_step:
@@ -73,6 +73,11 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
+
+
+def start_trackers(run: Run) -> None:
+    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates."""
+    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
 
 
 def dry_run(recipe: Recipe) -> None:
