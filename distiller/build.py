@@ -23,6 +23,7 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
+from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
 from distiller.errors import AgreedUserError, UserError
@@ -66,6 +67,7 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
 def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
     check_placement(recipe.teacher, num_processes, under_deepspeed)
+    check_loader_sockets(recipe.train.num_workers)
     task = build_task(recipe)
     if recipe.cache.draws is not None and recipe.cache.draws > 1 and not task.has_draws:
         raise UserError(

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import multiprocessing
 import os
 import signal
+import socket
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 
 import pytest
@@ -16,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 from distiller import cli, commands, draws
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
-from distiller.errors import RunError
+from distiller.errors import RunError, UserError
 from distiller.process import settle_loader_worker
 from distiller.recipe_file import dump
 from tests import toys
@@ -80,6 +85,27 @@ def test_a_killed_loader_process_is_one_line():
     loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=settle_loader_worker)
     with pytest.raises(RunError, match=r"^DataLoader worker \(pid.*\) .*\(a data file that shrank"):
         next(batches_of(loader))
+
+
+@pytest.mark.parametrize("num_bytes", [75, 76])
+def test_loader_processes_are_refused_where_their_sockets_paths_would_be_too_long(make_recipe, monkeypatch, num_bytes):
+    """Of 76 bytes: there the workers fail, and the loop would wait for them for ever."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        folder = Path(parent, "x" * (num_bytes - len(parent) - 1))
+        own = folder / "pymp-12345678"
+        own.mkdir(parents=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        # As Python keeps it, without the finalizer that would remove it when the test is long over.
+        monkeypatch.setattr(multiprocessing.current_process(), "_config", {"tempdir": str(own)})
+        is_refused = num_bytes == 76
+        with socket.socket(socket.AF_UNIX) as listener:
+            with pytest.raises(OSError, match="path too long") if is_refused else contextlib.nullcontext():
+                listener.bind(arbitrary_address("AF_UNIX"))
+        recipe = make_recipe(train={"max_steps": 1, "num_workers": 2})
+        words = rf"num_workers is 2 .* {folder}, has a path of 76 bytes, 1 more than .*; set TMPDIR to a shorter"
+        with pytest.raises(UserError, match=words) if is_refused else contextlib.nullcontext():
+            commands.check(recipe, None)
+        commands.check(make_recipe(train={"max_steps": 1, "num_workers": 0}), None)
 
 
 def test_every_metric_of_the_contract_is_on_every_line(make_recipe):
