@@ -26,6 +26,7 @@ from distiller.config import Recipe
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
+from distiller.durable import missing_durability
 from distiller.errors import AgreedUserError, UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
@@ -122,6 +123,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+        accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
     _announce(world.notices, plan, task, world.engine, accelerator)

@@ -16,7 +16,7 @@ from distiller.build import Finished, build, build_task, check_run
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
+from distiller.errors import AgreedError, CheckpointError, QualityGateError, StoppedError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
@@ -73,6 +73,8 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
+    if outcome.lost is not None:
+        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
 
 
 def start_trackers(run: Run) -> None:

@@ -24,7 +24,7 @@ from distiller.checkpoint.schedule import is_due
 from distiller.config import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
-from distiller.errors import AgreedError, StoppedError
+from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.health import Health, spoil
 from distiller.kept_buffers import KeptBuffers
@@ -76,10 +76,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones."""
+    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones.
+
+    Attributes:
+        lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
+    """
 
     metrics: dict[str, Any]
     samples_per_s: float
+    lost: CheckpointError | None = None
 
 
 def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
@@ -92,7 +97,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
     buffers = KeptBuffers(run.student)
-    saved_at, is_overdue = time.monotonic(), False
+    saved_at, is_overdue, lost = time.monotonic(), False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -151,12 +156,15 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
         is_overdue = is_saved and not health.is_well
         if is_saved and not is_overdue:
-            run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            try:
+                run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            except CheckpointError as error:
+                lost = error
             saved_at = time.monotonic()
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
-    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
+    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s(), lost)
 
 
 def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
