@@ -23,8 +23,10 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
+from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
+from distiller.durable import missing_durability
 from distiller.errors import AgreedUserError, UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
@@ -66,6 +68,7 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
 def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
     check_placement(recipe.teacher, num_processes, under_deepspeed)
+    check_loader_sockets(recipe.train.num_workers)
     task = build_task(recipe)
     if recipe.cache.draws is not None and recipe.cache.draws > 1 and not task.has_draws:
         raise UserError(
@@ -120,6 +123,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+        accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
     _announce((*world.notices, *task.notices()), plan, task, world.engine, accelerator)
