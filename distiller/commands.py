@@ -195,7 +195,8 @@ def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
         raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
     recipe = load(str(run_dir / RECIPE_FILE), overrides)
     set_tf32(recipe.train.tf32)
-    return recipe
+    # The run's folder may have been moved: its stages are where it is now.
+    return recipe.model_copy(update={"output_dir": str(run_dir)})
 
 
 def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:

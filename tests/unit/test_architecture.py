@@ -30,6 +30,7 @@ LAYERS = [
     ["config"],
     ["classification_config", "diffusion_config", "language_config"],
     ["recipe_file"],
+    ["run_inputs"],
     ["devices", "optim", "data"],
     ["teachers"],
     ["diffusion", "language", "vision"],
