@@ -27,6 +27,7 @@ from distiller.process import end_loader_processes, is_main_process, prepare_env
 from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
 
+RUN_HELP = "a run's output folder, or RUN/checkpoints/step-N"
 EXIT_USE, EXIT_FAILED, EXIT_GATE, EXIT_SIGNALLED = 2, 1, 3, 128
 
 
@@ -39,7 +40,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(stops: Stops) -> None:
         options = _parse(arguments)
-        options.run(options, stops)
+        if options.by_all_ranks or is_main_process():
+            options.run(options, stops)
 
     return guarded(command)
 
@@ -127,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Knowledge distillation for teachers that are too large to sit beside the student.",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(by_all_ranks=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     train = commands.add_parser(
@@ -147,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
     mode.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, by_all_ranks=True)
 
     cache = commands.add_parser(
         "cache",
@@ -164,10 +167,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write nothing; print bytes a token, bias and gradient of each form in which outputs could be stored",
     )
-    cache.set_defaults(run=_cache)
+    cache.set_defaults(run=_cache, by_all_ranks=True)
 
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
-    evaluate.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
+    evaluate.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     evaluate.add_argument(
         "overrides", nargs="*", default=[], metavar="key.sub=value", help="for example evaluation.num_samples=1000"
     )
@@ -178,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
         help="teacher and student side by side: drawings, or texts that they continue",
         description="distiller sample RUN [key.sub=value ...] --prompts PROMPT [PROMPT ...]",
     )
-    sample.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
+    sample.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     sample.add_argument(
         "overrides",
         nargs="*",
@@ -188,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--prompts", nargs="+", required=True, help="one picture or text of each for every prompt")
     sample.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png or .txt")
+    sample.add_argument("--output", type=Path, metavar="FILE", help="default: a new RUN/samples-1.png or .txt")
     sample.set_defaults(run=_sample)
 
     export = commands.add_parser("export", help="write the student of any checkpoint in its library's format")
@@ -218,7 +221,8 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
         from distiller import commands
 
     if options.check:
-        commands.check(recipe, options.config_file)
+        if is_main_process():
+            commands.check(recipe, options.config_file)
         return
     stops.listen()
     if options.dry_run:

@@ -46,7 +46,7 @@ LAYERS = [
     ["checkpoint"],
     ["trainer", "output"],
     ["export"],
-    ["build"],
+    ["build", "run_reading"],
     ["caching"],
     ["commands"],
     ["cli", "__main__", "older"],
