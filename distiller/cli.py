@@ -24,7 +24,7 @@ from distiller.errors import (
 from distiller.importing import collections_paused
 from distiller.machines import is_first_machine, report_failure
 from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
-from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
+from distiller.siblings import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
 
 RUN_HELP = "a run's output folder, or RUN/checkpoints/step-N"
@@ -63,6 +63,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     except RuntimeError as error:
         stops.defer()
         if not is_loss_of_ranks(error):
+            _leave_bug(error)
             raise
         return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     except KeyboardInterrupt:
@@ -72,6 +73,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     except Exception as error:
         stops.defer()
         if (text := full_disk(error)) is None:
+            _leave_bug(error)
             raise
         return complain(RunError(text), EXIT_FAILED)
     finally:
@@ -81,14 +83,20 @@ def guarded(command: Callable[[Stops], None]) -> int:
 
 
 def complain(error: BaseException, code: int) -> int:
-    """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same."""
-    if _speaks(error):
-        # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
-        is_elsewhere = not is_first_machine()
-        is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
-        who = f"distiller, rank {rank()}" if is_own and not is_main_process() else "distiller"
-        who += f" on {socket.gethostname()}" if is_elsewhere else ""
-        print(f"{who}: {one_line(error)}", file=sys.stderr, flush=True)
+    """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same.
+
+    And the same where the launcher looks for each rank's reason, whoever speaks.
+    """
+    # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
+    is_elsewhere = not is_first_machine()
+    is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
+    where = f" on {socket.gethostname()}" if is_elsewhere else ""
+    named = f"distiller, rank {rank()}{where}: {one_line(error)}"
+    plain = f"distiller{where}: {one_line(error)}"
+    reason = named if is_own and not _is_agreed(error) else plain
+    if _speaks(error, reason):
+        print(named if is_own and not is_main_process() else plain, file=sys.stderr, flush=True)
+    leave_reason(reason, is_own=isinstance(error, OwnUserError))
     return code
 
 
@@ -97,13 +105,23 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _speaks(error: BaseException) -> bool:
-    is_first = speaks_first()
+def _is_agreed(error: BaseException) -> bool:
+    """Whether every rank ends with this error."""
+    return isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed)
+
+
+def _speaks(error: BaseException, reason: str) -> bool:
+    is_first = speaks_first(reason)
     if isinstance(error, OwnUserError):
         return True
-    if isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed):
-        return is_main_process()
-    return is_first
+    return is_main_process() if _is_agreed(error) else is_first
+
+
+def _leave_bug(error: BaseException) -> None:
+    """For an error without a message of ours, whose traceback follows."""
+    reason = f"distiller, rank {rank()}: {type(error).__name__}: {one_line(error)}"
+    speaks_first(reason)
+    leave_reason(reason, is_own=False)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
