@@ -37,6 +37,7 @@ from distiller.optim import build_optimizer
 from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
+from distiller.run_inputs import remember
 from distiller.student_size import gpu_bytes, host_bytes
 from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
@@ -155,6 +156,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     trained = task.build_student()
     student_parameters = trained.num_model_parameters()
+    # Not before: a hub's weights are there by now.
+    ranks.from_main(lambda: remember(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
     setup.ranks.wait()
