@@ -214,8 +214,8 @@ class Source:
         key = {
             "reader": READER,
             "vae": self._family.files.digest("vae"),
-            "images": digest_files(file for file, _ in images),
-            "order": [[file.name, caption] for file, caption in images],
+            # File by file: pictures of two folders may share a name, and a sample is known by its place.
+            "pictures": digest_of([[digest_files([file]), caption] for file, caption in images]),
             "size": size,
             "tf32": self._recipe.train.tf32,
         }
