@@ -86,6 +86,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     task = check_run(recipe, world_size(), is_deepspeed_launch())
+    recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)

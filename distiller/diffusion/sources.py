@@ -205,12 +205,12 @@ class Source:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
-            encode_images(stage, self._images, self._family.load_vae(ranks.device), task.height, task.width)
+            encode_images(stage, self._images, self._family.load_vae(ranks.device), *task.size[1:])
 
         stage.make_once(ranks.is_local_main, make)
 
     def _image_stage(self) -> Stage:
-        images, size = self._images, (self._recipe.task.height, self._recipe.task.width)
+        images, size = self._images, self._recipe.task.size[1:]
         key = {
             "reader": READER,
             "vae": self._family.files.digest("vae"),
@@ -223,8 +223,8 @@ class Source:
 
     def _plan(self) -> RolloutPlan:
         sampling, process = self._recipe.sampling, self._process
-        num_predictions = len(process.timesteps(sampling.num_inference_steps))
-        num_passes = count_passes(process, self._network, sampling.num_inference_steps, sampling.scales)
+        num_predictions = len(process.timesteps(sampling.num_steps))
+        num_passes = count_passes(process, self._network, sampling.num_steps, sampling.scales)
         rows = tuple(self._row[prompt] for prompt in self.prompts)
         return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions, num_passes)
 

@@ -16,6 +16,7 @@ from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
 from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing import guide
 from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
@@ -46,12 +47,13 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
-        self._recipe, self._task = recipe, recipe.task
         self.family = find_pipeline(recipe.teacher)
+        recipe, self._defaults = with_pipeline_defaults(recipe, self.family)
+        self._recipe, self._task = recipe, recipe.task
         self.family.check_task(self._task)
         self._length = self.family.text_length(self._task)
         self.network = DiffusionNetwork(self.family, self._length)
-        self._latent_shape = self.family.latent_shape(self._task.num_frames, self._task.height, self._task.width)
+        self._latent_shape = self.family.latent_shape(*self._task.size)
         self._student_config = student_config(recipe.student, self.family)
         self._process = self.family.noise_process(self._latent_shape)
         self._process.check_task(self._task)
@@ -70,10 +72,13 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
+    def with_defaults(self, recipe: DiffusionRecipe) -> DiffusionRecipe:
+        return with_pipeline_defaults(recipe, self.family)[0]
+
     def notices(self) -> list[str]:
         # Rank 0 alone prints them, and tokenising all texts takes a while.
         long_texts = self._long_texts() if is_main_process() else []
-        return [*guidance_notes(self._recipe), *self._source.notices, *long_texts]
+        return [*self._defaults, *guidance_notes(self._recipe), *self._source.notices, *long_texts]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)
