@@ -222,8 +222,8 @@ def open_run_cache(
     manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     if (missing := task.missing_stage(dtype)) is not None:
         raise UserError(
-            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong; give the cache_dir "
-            "(or output_dir) that `distiller cache` was run with"
+            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong, and the cache "
+            "holds no copy; run `distiller cache` again with the cache_dir (or output_dir) that it was run with"
         )
     return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
 

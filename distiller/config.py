@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.stage_places import CACHED_STAGES, StagePlaces
 from distiller.teacher_config import Teacher
 
 
@@ -174,9 +175,10 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     tracking: Tracking = Tracking()
 
     @property
-    def stages_dir(self) -> Path:
+    def stages_dir(self) -> StagePlaces:
         """Where the keyed files of the stages before the loop lie."""
-        return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        own = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        return StagePlaces(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
 
     @property
     def stage_updates(self) -> int | None:

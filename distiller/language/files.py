@@ -21,6 +21,7 @@ from distiller.language.gguf import GgufModel
 from distiller.language.tying import tied_as_stored
 from distiller.resources import find_model_file
 from distiller.saved_model import refuse_adapter, transformers_files
+from distiller.stage_places import StagePlaces
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """What is read of a repository before its weights."""
@@ -61,7 +62,7 @@ def find_model(
     path: str,
     revision: str | None,
     subfolder: str | None,
-    stages_dir: Path,
+    stages_dir: Path | StagePlaces,
     trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.

@@ -33,6 +33,7 @@ from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
 from distiller.process import is_main_process
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -85,6 +86,9 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         return self._source.missing_stage(dtype)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        return self._source.kept_stages(dtype)
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         return self._source.load(ranks, teacher)

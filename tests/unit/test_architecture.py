@@ -11,6 +11,7 @@ LAYERS = [
     ["errors", "__init__"],
     [
         "contents",
+        "stage_places",
         "depth",
         "resources",
         "plain_yaml",
