@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from distiller.file_modes import follow_umask
 from distiller.ranks import Ranks
 
 KEY_FILE = "key.json"
@@ -88,6 +89,7 @@ class Stage:
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
+        follow_umask(self.partial)
         os.replace(self.partial, self.folder)
 
     def _lock(self) -> FileLock:

@@ -21,6 +21,7 @@ LAYERS = [
         "timing",
         "digits",
         "line_file",
+        "file_modes",
         "importing",
         "trained_student",
     ],
