@@ -162,9 +162,6 @@ class GgufModel:
             filename_pattern="model{suffix}.safetensors",
             metadata={"format": "pt"},
         )
-        for file in stage.partial.iterdir():
-            # safetensors creates its files for the owner only.
-            file.chmod(0o644)
         stage.finish()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -191,9 +190,6 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
         model.load_state_dict(ours, strict=True)
         model.save_pretrained(folder, safe_serialization=True)
-        for file in folder.iterdir():
-            # safetensors creates its files for the owner only.
-            os.chmod(file, 0o644)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         source, device = self._source, accelerator.device

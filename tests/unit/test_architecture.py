@@ -23,6 +23,7 @@ LAYERS = [
         "timing",
         "digits",
         "line_file",
+        "file_modes",
         "importing",
         "trained_student",
     ],
