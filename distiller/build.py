@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
+from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
+from distiller.durable import missing_durability
 from distiller.errors import AgreedUserError, UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
@@ -67,6 +69,7 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
 def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
     check_placement(recipe.teacher, num_processes, under_deepspeed)
+    check_loader_sockets(recipe.train.num_workers)
     task = build_task(recipe)
     if recipe.cache.draws is not None and recipe.cache.draws > 1 and not task.has_draws:
         raise UserError(
@@ -121,9 +124,11 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+        accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
-    _announce(world.notices, plan, task, world.engine, accelerator)
+    _announce((*world.notices, *task.notices()), plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(ranks, dtype)
@@ -268,7 +273,7 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
 
 
 def _announce(
-    notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
+    notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
 ) -> None:
     for notice in notices:
         accelerator.print(f"note: {notice}")

@@ -24,6 +24,7 @@ from distiller.cache.shards import remove_partial
 from distiller.config import Recipe
 from distiller.devices import teacher_dtype
 from distiller.draws import sample_order
+from distiller.durable import missing_durability
 from distiller.errors import UserError
 from distiller.folder_lock import hold
 from distiller.launch import World, open_world
@@ -62,7 +63,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
-    for notice in world.notices:
+    for notice in (*world.notices, *task.notices()):
         accelerator.print(f"note: {notice}")
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
@@ -77,6 +78,8 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     if not compare:
         key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
         check_shared(folder, ranks, "teacher.cache")
+        if (missing := ranks.from_main(lambda: missing_durability(folder))) is not None:
+            accelerator.print(f"note: {missing}")
         if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
             accelerator.end_training()

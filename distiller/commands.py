@@ -17,7 +17,7 @@ from distiller.build import Finished, build, build_task, check_run
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
-from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
+from distiller.errors import AgreedError, CheckpointError, QualityGateError, StoppedError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
@@ -50,7 +50,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         run.accelerator.end_training()
         return
-    run.tracker.start_trackers(recipe)
+    start_trackers(run)
     try:
         with stops.deferred():
             if run.first_step <= run.last_step:
@@ -74,6 +74,13 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
+    if outcome.lost is not None:
+        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
+
+
+def start_trackers(run: Run) -> None:
+    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates."""
+    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
 
 
 def dry_run(recipe: Recipe) -> None:
@@ -145,6 +152,8 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
+    for notice in task.notices():
+        print(f"note: {notice}")
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 

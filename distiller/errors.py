@@ -36,6 +36,10 @@ class AgreedError(RunError):
     """A failure that every rank raises together; rank 0 alone says it."""
 
 
+class CheckpointError(AgreedError):
+    """A checkpoint that the run waited for could not be written; what was trained is still in memory."""
+
+
 class QualityGateError(RunError):
     """A figure that the recipe demands was not reached. The command line exits with 3."""
 

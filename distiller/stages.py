@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from distiller.contents import content_digest
 from distiller.ranks import Ranks
 
 KEY_FILE = "key.json"
@@ -105,17 +105,8 @@ def digest_of(value: Any) -> str:
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """The digest of the files' names and whole contents, in sorted order.
-
-    A file of the hub's cache is named by its content already: the link's target says it without reading the file.
-    """
+    """The digest of the files' names and whole contents, in sorted order; links count as what they lead to."""
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
-        blob = file.resolve().name
-        if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
-            content = blob
-        else:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        total.update(f"{file.name}:{content};".encode())
+        total.update(f"{file.name}:{content_digest(file)};".encode())
     return total.hexdigest()

@@ -24,9 +24,10 @@ from distiller.checkpoint.schedule import is_due
 from distiller.config import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
-from distiller.errors import AgreedError, StoppedError
+from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.health import Health, spoil
+from distiller.kept_buffers import KeptBuffers
 from distiller.micro_batch import MicroBatch
 from distiller.optim import learning_rate, set_learning_rate, step_unless
 from distiller.pulse import Pulse
@@ -75,10 +76,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones."""
+    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones.
+
+    Attributes:
+        lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
+    """
 
     metrics: dict[str, Any]
     samples_per_s: float
+    lost: CheckpointError | None = None
 
 
 def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
@@ -90,7 +96,8 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
-    saved_at, is_overdue = time.monotonic(), False
+    buffers = KeptBuffers(run.student)
+    saved_at, is_overdue, lost = time.monotonic(), False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -119,6 +126,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
+            buffers.follow(is_skipped)
             if run.average is not None:
                 run.average.update(is_skipped)
         health.note(
@@ -148,12 +156,15 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
         is_overdue = is_saved and not health.is_well
         if is_saved and not is_overdue:
-            run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            try:
+                run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            except CheckpointError as error:
+                lost = error
             saved_at = time.monotonic()
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
-    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
+    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s(), lost)
 
 
 def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:

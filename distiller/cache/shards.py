@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distiller.durable import sync_folder
+from distiller.durable import sync, sync_folder
 from distiller.errors import RunError
 from distiller.teachers.base import Outputs
 from distiller.weight_files import StoredTensor, read_header
@@ -52,14 +52,14 @@ def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
     try:
         save_file(tensors, partial)
         with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
+            sync(stream.fileno())
         os.chmod(partial, 0o644)
         partial.replace(file)
         sync_folder(file.parent)
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"{file} cannot be written ({' '.join(str(error).split())}); free some of the disk: the same command goes "
-            "on with the files that are there"
+            f"{file} cannot be written ({' '.join(str(error).split())}); mend that, or free some of the disk: the same "
+            "command goes on with the files that are there"
         ) from error
 
 

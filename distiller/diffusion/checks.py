@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
 from distiller.digits import IMAGE_SIZE
@@ -63,9 +64,9 @@ def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
     guidance, sampling = recipe.task.guidance, recipe.sampling
     if guidance.scale is None or isinstance(guidance.scale, tuple):
         return []
-    pairs = [("scale", guidance.scale, "guidance_scale", sampling.scales[0])]
+    pairs = [("scale", guidance.scale, "guidance_scale", scale_of(sampling.scales, (0,)))]
     if guidance.scale_2 is not None:
-        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", sampling.scales[1]))
+        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", scale_of(sampling.scales, (1,))))
     return [
         f"task.guidance.{key} is {learnt:g} and sampling.{other} {drawn:g}: rollout, samples and evaluation have the "
         "teacher draw at the second, and the student learns the first; set both alike to compare them"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +17,7 @@ from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
 from distiller.diffusion.vae import Vae
 from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+from distiller.errors import UserError
 
 Condition = dict[str, Tensor]
 """What one prompt becomes: `text` [n, D], and other tensors of one shape for all prompts."""
@@ -79,6 +81,30 @@ class Family(ABC):
     @abstractmethod
     def text_length(self, task: DiffusionOptions) -> int:
         """Rows that the pipeline gives each prompt's text."""
+
+    @abstractmethod
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        """How many tokens of a text, special ones among them, each tokenizer keeps; `length` as in `stack`."""
+
+    @abstractmethod
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        """Prompts as the pipeline hands them to its tokenizers."""
+
+    def load_tokenizers(self) -> dict[str, Any]:
+        """The pipeline's tokenizers by their folders, as it loads them. Reads no weights. Raises UserError."""
+        names = [name for name in self.text_parts if name.startswith("tokenizer")]
+        root, tokenizers = self.files.fetch(*names), {}
+        for name in names:
+            try:
+                library, kind = self.files.index[name]
+                tokenizers[name] = getattr(import_module(library), kind).from_pretrained(root / name)
+            except Exception as error:
+                # Their loaders raise whatever a damaged file makes them stumble over.
+                raise UserError(
+                    f"teacher.path: {self.files.location.given}: its {name} cannot be loaded "
+                    f"({type(error).__name__}: {error}); copy the folder again"
+                ) from error
+        return tokenizers
 
     @abstractmethod
     def text_key(self) -> dict[str, Any]:

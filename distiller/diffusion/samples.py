@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distiller.diffusion.architecture import Architecture
 from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor
+from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor, scale_of
 from distiller.diffusion.family import expanded
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
@@ -76,10 +76,9 @@ def student_predictor(
 
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:
         times = timestep.float().expand(len(latents))
-        modules = network.route([float(timestep)])
-        scale = scales[modules[0] if modules else 0]
+        scale = scale_of(scales, network.route([float(timestep)]))
         conditional = architecture.forward(student, latents, times, positive)
-        if scale <= 1:
+        if scale == 1:
             return conditional
         return guide(conditional, architecture.forward(student, latents, times, negative), scale)
 

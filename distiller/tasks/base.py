@@ -53,6 +53,13 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def needs_live_teacher(self) -> bool:
         """Whether the loop asks the teacher for predictions."""
 
+    def notices(self) -> list[str]:
+        """One line each: what a user should know before the run starts, known once the task is built.
+
+        Printed by `--check` and, on rank 0, when a run begins. Reads no weights and does not communicate.
+        """
+        return []
+
     @abstractmethod
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.

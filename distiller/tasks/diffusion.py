@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
@@ -19,6 +19,7 @@ from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import guide
 from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
 from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
@@ -29,6 +30,7 @@ from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
+from distiller.process import is_main_process
 from distiller.ranks import Ranks
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -41,7 +43,7 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self._recipe, self._task = recipe, recipe.task
@@ -68,9 +70,12 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
+    def notices(self) -> list[str]:
+        # Rank 0 alone prints them, and tokenising all texts takes a while.
+        long_texts = self._long_texts() if is_main_process() else []
+        return [*guidance_notes(self._recipe), *self._source.notices, *long_texts]
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        for note in guidance_notes(self._recipe):
-            ranks.print(f"note: {note}")
         return self._source.prepare(ranks, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
@@ -226,6 +231,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        for notice in long_text_notices(self.family, self._task, {"--prompts": prompts}):
+            print(f"note: {notice}")
         dtype = teacher_dtype(self._recipe.teacher.dtype, device)
         encoder = self.family.load_text_encoder(dtype, device)
         positive = embed(self.family, encoder, prompts, self._length)
@@ -241,6 +248,15 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
         teacher.close()
         write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
+
+    def _long_texts(self) -> list[str]:
+        texts = "captions" if self._recipe.data.kind == "images" else "prompts"
+        groups = {
+            f"data.path ({texts})": self._source.prompts,
+            "task.guidance.negative_prompt": [self._task.guidance.negative_prompt],
+            "evaluation.sample_prompts": self._recipe.evaluation.sample_prompts,
+        }
+        return long_text_notices(self.family, self._task, groups)
 
     def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
         student = load_student(self.family.architecture, run_dir, self._length, device)

@@ -10,6 +10,7 @@ PACKAGE = Path(distiller.__file__).parent
 LAYERS = [
     ["errors", "__init__"],
     [
+        "contents",
         "depth",
         "resources",
         "plain_yaml",
@@ -24,7 +25,10 @@ LAYERS = [
         "importing",
         "trained_student",
     ],
-    ["sections", "stages", "ranks", "room", "weight_files", "siblings", "folder_lock", "gradient_buckets"],
+    [
+        *("sections", "stages", "ranks", "room", "weight_files", "saved_model", "siblings", "folder_lock"),
+        "gradient_buckets",
+    ],
     ["roll_call", "stopping", "machines", "operator_locks", "asynchronous_io", "hub", "durable", "raw_columns"],
     ["teacher_config"],
     ["config"],
@@ -41,7 +45,8 @@ LAYERS = [
     ["launch_request"],
     ["launch_rules"],
     ["launch_compile", "launch_deepspeed", "launch_fsdp", "terms"],
-    ["launch", "student_state", "tracking", "pulse", "health"],
+    ["launch", "student_state", "trackers"],
+    ["tracking", "pulse", "health", "kept_buffers"],
     ["student_size", "average"],
     ["checkpoint"],
     ["trainer", "output"],

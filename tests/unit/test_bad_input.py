@@ -536,7 +536,7 @@ class TestTeacherFolder:
             for file in (folder / name).glob("*.safetensors"):
                 file.rename(file.with_suffix(".bin"))
 
-        refuse_teacher(damage, f"{name} holds no weights in safetensors")
+        refuse_teacher(damage, f"{name}: holds no weights in ")
 
     @pytest.mark.parametrize("size", [0, 5, 500, -1])
     def test_truncated_weights(self, refuse_teacher, size):

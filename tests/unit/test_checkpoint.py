@@ -17,7 +17,7 @@ from distiller.average import MovingAverage
 from distiller.checkpoint import saving, snapshot, writing
 from distiller.checkpoint.format import dump_progress, parse_progress, rank_file
 from distiller.checkpoint.reading import CheckpointReader, find_damage
-from distiller.checkpoint.resuming import latest_step
+from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due
 from distiller.checkpoint.snapshot import Snapshot
@@ -233,6 +233,23 @@ def test_a_changed_progress_file_is_damaged(tmp_path, state):
         file.write_text(other)
         with pytest.raises(UserError, match=r"progress\.json is damaged"):
             CheckpointReader(file.parent)
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path, state, is_link):
+    """Resuming and exporting would take step 2's weights for step 8's."""
+    checkpoints(tmp_path, state).save(2, 0, wait=True)
+    folder = tmp_path / "checkpoints"
+    if is_link:
+        (folder / "step-8").symlink_to("step-2")
+    else:
+        shutil.copytree(folder / "step-2", folder / "step-8")
+    words = rf"{folder}/step-8 is the checkpoint of step 2, copied or linked under another name"
+    with pytest.raises(UserError, match=rf"^--resume: {words}; remove {folder}/step-8 .* continue from .*step-2$"):
+        check_resumable(tmp_path, 8, IDENTITY)
+    with pytest.raises(UserError, match=words):
+        CheckpointReader(folder / "step-8")
+    assert check_resumable(tmp_path, 2, IDENTITY).step == 2
 
 
 def test_pieces_that_leave_a_hole_are_refused(tmp_path, state):

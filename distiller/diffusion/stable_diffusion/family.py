@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -84,6 +84,12 @@ class StableDiffusionFamily(Family):
     def text_length(self, task: DiffusionOptions) -> int:
         del task
         return self._length
+
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        return dict.fromkeys(tokenizers, length)
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
         return {}

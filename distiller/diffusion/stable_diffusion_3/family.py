@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -86,6 +86,14 @@ class SD3Family(Family):
 
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
+
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        # The pipeline asks its first tokenizer for the limit of both that are CLIP's.
+        clip = tokenizers["tokenizer"].model_max_length
+        return {name: length if name == THIRD[1] else clip for name in tokenizers}
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
         return {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,12 @@ class WanFamily(Family):
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
 
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        return dict.fromkeys(tokenizers, length)
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return [prompt_clean(prompt) for prompt in prompts]
+
     def text_key(self) -> dict[str, Any]:
         return {"cleaned_by_ftfy": is_ftfy_available()}
 
@@ -93,8 +99,7 @@ class WanFamily(Family):
         The pipeline pads to `length` before the encoder, which masks the padding; here it pads to the longest prompt,
         which gives the same tokens and is an order of magnitude faster for short prompts.
         """
-        cleaned = [prompt_clean(prompt) for prompt in prompts]
-        tokens = pipeline.tokenizer(cleaned, truncation=True, max_length=length, add_special_tokens=True)
+        tokens = pipeline.tokenizer(self.cleaned(prompts), truncation=True, max_length=length, add_special_tokens=True)
         lengths = [len(ids) for ids in tokens.input_ids]
         with torch.no_grad():
             embeds, _ = pipeline.encode_prompt(
