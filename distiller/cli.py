@@ -17,12 +17,13 @@ from distiller.errors import (
     OwnUserError,
     QualityGateError,
     RunError,
+    SilentUserError,
     StoppedError,
     UserError,
     full_disk,
 )
 from distiller.importing import collections_paused
-from distiller.machines import is_first_machine, report_failure
+from distiller.machines import is_first_machine, refuse_mpi, report_failure
 from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
 from distiller.siblings import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
@@ -50,6 +51,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     """Runs a command that may listen for signals; its failures become one line and an exit code."""
     stops = Stops()
     try:
+        refuse_mpi()
         command(stops)
     except (UserError, RunError) as error:
         # What torch's agent sends to the other ranks now must not replace the reason.
@@ -112,8 +114,8 @@ def _is_agreed(error: BaseException) -> bool:
 
 def _speaks(error: BaseException, reason: str) -> bool:
     is_first = speaks_first(reason)
-    if isinstance(error, OwnUserError):
-        return True
+    if isinstance(error, OwnUserError | SilentUserError):
+        return isinstance(error, OwnUserError)
     return is_main_process() if _is_agreed(error) else is_first
 
 

@@ -24,6 +24,10 @@ class OwnUserError(UserError):
     """Wrong use that one rank alone can see: it speaks for itself, whatever the others say."""
 
 
+class SilentUserError(UserError):
+    """Wrong use that another process says."""
+
+
 class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1."""
 
