@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
@@ -139,7 +139,8 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
-        return AutoConfig.for_model(**content)
+        # Infinities, which JSON has not, are objects in the file.
+        return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(content))
     except Exception as error:
         # Each of the library's configs checks its values with errors of its own kind.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
