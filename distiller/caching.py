@@ -24,6 +24,7 @@ from distiller.cache.shards import remove_partial
 from distiller.config import Recipe
 from distiller.devices import teacher_dtype
 from distiller.draws import sample_order
+from distiller.durable import missing_durability
 from distiller.errors import RunError, UserError
 from distiller.folder_lock import hold
 from distiller.launch import World, open_world
@@ -78,6 +79,8 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     if not compare:
         key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
         check_shared(folder, ranks, "teacher.cache")
+        if (missing := ranks.from_main(lambda: missing_durability(folder))) is not None:
+            accelerator.print(f"note: {missing}")
         if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
             ranks.from_main(lambda: _keep_stages(folder, task, dtype))
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")

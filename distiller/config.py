@@ -109,12 +109,21 @@ class Optim(Section):
 class Checkpoint(Section):
     """When the run can be continued from."""
 
-    every_steps: Positive | None = Field(default=None, description="updates; None = only at the end")
+    every_steps: Positive | None = Field(default=None, description="updates; None = by the clock")
     every_minutes: PositiveFloat | None = Field(
-        default=None, description="since the last one, beside every_steps; rank 0's clock, read at logged steps"
+        default=10.0,
+        description="since the last one, by rank 0's clock; None = not by the clock, also the default with every_steps",
     )
     at_end: Switch = Field(default=True, description="after the last update, so that --resume can train longer")
     keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_alone(cls, given: Any) -> Any:
+        # Who asks for certain steps would else find them pushed out of the newest ones that are kept.
+        if isinstance(given, dict) and given.get("every_steps") is not None:
+            return {"every_minutes": None} | given
+        return given
 
 
 class Tracking(Section):

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -16,6 +16,8 @@ from huggingface_hub.errors import (
 
 from distiller.errors import UserError
 from distiller.resources import looked_for
+from distiller.saved_model import TRANSFORMERS_NAME, index_of
+from distiller.weight_files import read_header
 
 OTHER_FORMS = (
     *("*.bin", "*.ckpt", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
@@ -69,3 +71,23 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         raise UserError(
             f"{section}.path: {name} is no folder here and cannot be fetched ({why}){where}; {offline}"
         ) from error
+
+
+def stored_names(name: str, revision: str | None, root: Path, inside: str) -> set[str]:
+    """The names of a transformers model's tensors: of its header alone, which is fetched where it is not here.
+
+    Args:
+        root: the folder with its JSON files.
+        inside: the folder within the repository, with a slash behind it, or nothing.
+
+    Returns:
+        None of them where the hub cannot be asked: nothing is known of the weights, which are not here either.
+    """
+    if (root / TRANSFORMERS_NAME).is_file():
+        return set(read_header(root / TRANSFORMERS_NAME))
+    try:
+        found = HfApi().parse_safetensors_file_metadata(name, f"{inside}{TRANSFORMERS_NAME}", revision=revision)
+        return set(found.tensors)
+    except Exception:
+        # There is no whole file, the hub cannot be reached, or whatever its HTTP client raises.
+        return set(index_of(root))

@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from distiller.contents import content_digest
+from distiller.file_modes import follow_umask
 from distiller.ranks import Ranks
 from distiller.stage_places import StagePlaces
 
@@ -102,6 +103,7 @@ class Stage:
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
+        follow_umask(self.partial)
         os.replace(self.partial, self._own_parent / self._folder_name)
 
     def _lock(self) -> FileLock:

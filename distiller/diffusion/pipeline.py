@@ -15,6 +15,7 @@ from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
 from distiller.hub import download, is_other_form, looks_like_hub_id
 from distiller.resources import local_path, looked_for
+from distiller.saved_model import diffusers_files, transformers_files
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
 
@@ -143,25 +144,20 @@ def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved diffusers model: those that its index names, or its only one."""
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    whole = folder / "diffusion_pytorch_model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    """The safetensors files of a saved diffusers model that the library reads. UserError where there are none."""
+    return diffusers_files(folder, str(folder))
 
 
 def check_weights(folder: Path, origin: str) -> None:
     """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
-    files = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            files |= {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{origin}: {folder.name}/{index.name} is not readable JSON with a weight_map") from error
-    if not files:
-        raise UserError(f"{origin}: {folder.name} holds no weights in safetensors (other formats are not read)")
-    for file in sorted(files):
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # A student's weights lie beside a config that has been read; a part's are read by its library.
+        config = {}
+    of_library = transformers_files if "model_type" in config else diffusers_files
+    files = of_library(folder, f"{origin}: {folder.name}")
+    for file in files:
         try:
             with safe_open(file, framework="pt"):
                 pass

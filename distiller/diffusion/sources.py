@@ -16,6 +16,7 @@ from distiller.data.pictures import READER, check_size
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import count_passes
 from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
@@ -215,25 +216,28 @@ class Source:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
-            encode_images(stage, self._images, self._family.load_vae(ranks.device), task.height, task.width)
+            encode_images(stage, self._images, self._family.load_vae(ranks.device), *task.size[1:])
 
         stage.make_once(ranks.is_local_main, make)
 
     def _image_stage(self) -> Stage:
-        images, size = self._images, (self._recipe.task.height, self._recipe.task.width)
+        images, size = self._images, self._recipe.task.size[1:]
         key = {
             "reader": READER,
             "vae": self._family.files.digest("vae"),
-            "images": digest_files(file for file, _ in images),
-            "order": [[file.name, caption] for file, caption in images],
+            # File by file: pictures of two folders may share a name, and a sample is known by its place.
+            "pictures": digest_of([[digest_files([file]), caption] for file, caption in images]),
             "size": size,
             "tf32": self._recipe.train.tf32,
         }
         return Stage("images", key, self._recipe.stages_dir)
 
     def _plan(self) -> RolloutPlan:
-        num_predictions = self._process.num_predictions(self._recipe.sampling.num_inference_steps)
-        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe, num_predictions)
+        sampling, process = self._recipe.sampling, self._process
+        num_predictions = len(process.timesteps(sampling.num_steps))
+        num_passes = count_passes(process, self._network, sampling.num_steps, sampling.scales)
+        rows = tuple(self._row[prompt] for prompt in self.prompts)
+        return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions, num_passes)
 
     def _check_shape(self, store: LatentStore) -> None:
         if store.shape != self._latent_shape:

@@ -18,7 +18,7 @@ from distiller.language_config import LanguageData
 from distiller.ranks import Ranks
 from distiller.stages import Stage, digest_of
 
-FORMAT = 2
+FORMAT = 3
 """Of the stage's files and of what is made of a document; another number is another key."""
 
 
@@ -38,7 +38,6 @@ class LanguageSource:
         stage: with the documents' tokens.
         settings: what of it is no document, by the names of the recipe's keys.
         pad_id: what `collate` fills rows up with.
-        num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
     """
 
     def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
@@ -50,7 +49,7 @@ class LanguageSource:
         data: LanguageData = recipe.data
         self._data, corpus = data, open_corpus(data)
         tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
-        self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
+        self.pad_id = tokenizer.pad_id
         try:
             digest = corpus.digest
         except OSError as error:

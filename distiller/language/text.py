@@ -15,7 +15,7 @@ from typing import Any, final
 
 from distiller.data.folders import files_below, files_matching, has_linked_folder
 from distiller.errors import UserError
-from distiller.language.documents import FORMS, Document, Text, document_of, is_blank
+from distiller.language.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
 from distiller.language_config import LanguageData
 from distiller.resources import local_path, looked_for
 from distiller.stages import digest_files, digest_of
@@ -116,8 +116,8 @@ class DataSet(Corpus):
         with tempfile.TemporaryDirectory() as cache:
             for number, row in enumerate(self._open(cache)):
                 origin = f"{self._path} row {number}"
-                # A table has every column in every row, filled with nothing where a row has none.
-                yield document_of({name: value for name, value in row.items() if value is not None}, origin)
+                # A table has every column in every row, at every depth, filled with nulls where a row has none.
+                yield document_of(without_nulls(row), origin)
 
     def _open(self, cache: str) -> Any:
         path = self._path

@@ -54,6 +54,13 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def needs_live_teacher(self) -> bool:
         """Whether the loop asks the teacher for predictions."""
 
+    def with_defaults(self, recipe: Any) -> Any:
+        """The recipe, its own or one of the same teacher and data, with what only the teacher's files say filled in.
+
+        A run works with this one and writes it to its folder. Reads no weights and does not communicate.
+        """
+        return recipe
+
     def notices(self) -> list[str]:
         """One line each: what a user should know before the run starts, known once the task is built.
 
