@@ -14,7 +14,14 @@ from torch import Tensor
 from distiller.data.images import SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
-from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
+from distiller.diffusion.checks import (
+    check_feature_blocks,
+    check_guidance,
+    check_judge,
+    check_sizes,
+    guidance_notes,
+    size_notes,
+)
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing import guide
@@ -77,7 +84,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
 
     def notices(self) -> list[str]:
         # Rank 0 alone prints them, and tokenising all texts takes a while.
-        return [*self._defaults, *guidance_notes(self._recipe), *(self._long_texts() if is_main_process() else [])]
+        notes = [*self._defaults, *size_notes(self._recipe, self.family), *guidance_notes(self._recipe)]
+        return notes + (self._long_texts() if is_main_process() else [])
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 
@@ -122,6 +123,10 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     assert held["sampling"]["guidance_scale"] == 7.5
     assert held["rollout"]["batch_size"] == 8
     assert held["evaluation"]["batch_size"] == 50
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    commands.train(recipe, True)
+    assert "is already finished" in capsys.readouterr().out
     # What is written out is no default any more.
     assert open_task(load(str(file))).notices() == open_task(recipe).notices()[2:]
 
@@ -225,3 +230,13 @@ def test_samples_are_drawn_a_few_at_a_time_and_are_the_same(pictures, tmp_path, 
         drawn.append(draw_teacher(teacher, task.network, process, recipe, conditions))
     assert sizes == [5] * 3 + [2] * 6 + [1] * 3
     torch.testing.assert_close(*drawn, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "is_warned"), [(64, True), (240, True), (256, False), (512, False)])
+def test_drawings_far_smaller_than_what_the_teacher_learnt_from_are_a_warning(large, tmp_path, side, is_warned):
+    """As where the digits' recipe is used with Stable Diffusion 1.5, whose pictures have 512 x 512 pixels."""
+    student, task = {"config": None, "num_layers": 1}, {"height": side, "width": side}
+    recipe = parse(toy_pictures.recipe("sd", tmp_path, large["sd"], student=student, task=task))
+    (*notices,) = (line for line in open_task(recipe).notices() if "batch_size" not in line)
+    assert len(notices) == is_warned
+    assert all(f"warning: task.height {side}" in line and "the 512 x 512 pixels" in line for line in notices)

@@ -30,6 +30,7 @@ class WanFamily(Family):
     pipeline_class = WanPipeline
     architecture = WanArchitecture()
     network_parts = ("transformer", "transformer_2")
+    has_own_size = False
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:
