@@ -79,10 +79,10 @@ def test_defaults_are_the_pipeline_s_and_said_at_check(large, tmp_path, capsys, 
     name = {"sd": "StableDiffusionPipeline", "sd3": "StableDiffusion3Pipeline"}.get(kind, "WanPipeline")
     frames, height, width = size
     said = f"task.num_frames {frames}, task.height {height}, task.width {width}"
+    said += f", sampling.num_inference_steps {sampling[0]}, sampling.guidance_scale {sampling[1]:g}"
     assert notes[0] == f"note: as {name} draws by itself: {said}"
-    said = f"sampling.num_inference_steps {sampling[0]}, sampling.guidance_scale {sampling[1]:g}"
-    assert notes[1] == f"note: as {name} draws by itself: {said}"
-    assert f"rollout.batch_size {batches[0]}" in notes[2]
+    said = f"rollout.batch_size {batches[0]}, evaluation.batch_size {batches[1]}"
+    assert notes[1] == f"note: for about 32,768 tokens a forward pass: {said}"
 
 
 @pytest.mark.parametrize("kind", ["wan", *toy_pictures.KINDS])
@@ -128,7 +128,7 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     commands.train(recipe, True)
     assert "is already finished" in capsys.readouterr().out
     # What is written out is no default any more.
-    assert open_task(load(str(file))).notices() == open_task(recipe).notices()[2:]
+    assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 
 
 def test_latents_say_their_size(make_recipe, tmp_path):
