@@ -240,3 +240,17 @@ def test_drawings_far_smaller_than_what_the_teacher_learnt_from_are_a_warning(la
     (*notices,) = (line for line in open_task(recipe).notices() if "batch_size" not in line)
     assert len(notices) == is_warned
     assert all(f"warning: task.height {side}" in line and "the 512 x 512 pixels" in line for line in notices)
+
+
+@pytest.mark.parametrize(
+    ("vae", "size"),
+    [
+        ({"scale_factor_spatial": 16, "scale_factor_temporal": 4}, (81, 480, 832)),
+        ({"scale_factor_spatial": 32, "scale_factor_temporal": 3}, (82, 448, 832)),
+        ({"scale_factor_spatial": 24, "scale_factor_temporal": 8}, (81, 480, 816)),
+    ],
+)
+def test_wan_s_own_size_is_rounded_to_its_patches_as_the_pipeline_rounds_it(pipelines, vae, size):
+    family = find_pipeline(Teacher(path=str(pipelines[1])))
+    files = dataclasses.replace(family.files, vae_config=family.files.vae_config | vae)
+    assert type(family)(files).own_size() == size
