@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.teachers.base import Network, Outputs, Request, Teacher
 from distiller.trained_student import TrainedStudent
 
@@ -81,6 +82,14 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """
         del dtype
         return None
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        """Stages that a cache holds beside the outputs, so that its folder is all that a run of the same recipe needs.
+
+        `dtype` is the teacher's. Reads no weights.
+        """
+        del dtype
+        return []
 
     @abstractmethod
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> Dataset[Any]:

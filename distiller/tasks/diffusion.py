@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import (
@@ -40,6 +39,7 @@ from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
 from distiller.process import is_main_process
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -51,7 +51,7 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
         self.family = find_pipeline(recipe.teacher)
@@ -84,14 +84,18 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
 
     def notices(self) -> list[str]:
         # Rank 0 alone prints them, and tokenising all texts takes a while.
-        notes = [*self._defaults, *size_notes(self._recipe, self.family), *guidance_notes(self._recipe)]
-        return notes + (self._long_texts() if is_main_process() else [])
+        long_texts = self._long_texts() if is_main_process() else []
+        sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
+        return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         return self._source.missing_stage(dtype)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        return self._source.kept_stages(dtype)
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         return self._source.load(ranks, teacher)
@@ -194,9 +198,6 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
         model.load_state_dict(ours, strict=True)
         model.save_pretrained(folder, safe_serialization=True)
-        for file in folder.iterdir():
-            # safetensors creates its files for the owner only.
-            os.chmod(file, 0o644)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         source, device = self._source, accelerator.device
