@@ -268,9 +268,24 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     if not plan.updates_per_epoch:
         raise UserError(
             f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
-            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; lower batch_size"
+            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; "
+            f"{_smaller_update(plan)}"
         )
     return plan
+
+
+def _smaller_update(plan: UpdatePlan) -> str:
+    """What makes an update no larger than the data."""
+    if not plan.num_samples:
+        return "give some data"
+    if fitting := plan.num_samples // (plan.accumulation_steps * plan.world_size):
+        return f"lower batch_size to {fitting} or less"
+    if fitting := plan.num_samples // plan.world_size:
+        return (
+            "lower train.gradient_accumulation_steps (or samples_per_update), with batch_size 1 to accumulation "
+            f"{fitting} or less"
+        )
+    return f"start at most {plan.num_samples} {'process' if plan.num_samples == 1 else 'processes'}, or give more data"
 
 
 def _announce(

@@ -29,7 +29,7 @@ from distiller.language.miniature import check_behaviour
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.language.objective import Objective
 from distiller.language.rows import TextData
-from distiller.language.source import LanguageSource
+from distiller.language.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.sparse import SparseForm
 from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
@@ -107,7 +107,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
-        return [notice for notice in found if notice is not None]
+        return [*(notice for notice in found if notice is not None), *self._source.notices()]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
@@ -260,8 +260,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         numbers = range(min(len(rows), evaluation.max_rows or len(rows)))
         if not numbers:
             raise UserError(
-                f"data.held_out {self._recipe.data.held_out:g} leaves no document to evaluate on; train with a share "
-                "above 0 held out, of at least two documents"
+                f"data.held_out {self._recipe.data.held_out:g} leaves nothing to evaluate on; measure on others "
+                f"({EVALUATE_OTHERS}), or train with a share above 0 held out"
             )
         trained = self._read_student(run_dir, device)
         before = reader_of(self._student.build(), device, PLAIN, self.network.ids)
