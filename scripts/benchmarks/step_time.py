@@ -85,7 +85,7 @@ def main() -> None:
             "rollout": {"enabled": False},
             "train": {"max_steps": options.steps, "log_every": options.steps // 2, "num_workers": 2},
             "sampling": {"num_inference_steps": 2},
-            "checkpoint": {"at_end": False},
+            "checkpoint": {"at_end": False, "every_minutes": None},
         }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         rows = []
