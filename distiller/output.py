@@ -45,6 +45,18 @@ class Claim:
 
     steps_done: int
     is_finished: bool
+    is_new: bool = False
+
+    def said(self, folder: Path, last_step: int) -> str:
+        """In one line, where a resumed run goes on from."""
+        if self.is_new:
+            return f"{folder} holds no run (is output_dir right?); this is a new one, from step 1"
+        if not self.steps_done:
+            return f"the run in {folder} has no complete checkpoint yet; it starts again at step 1"
+        checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
+        if self.steps_done == last_step:
+            return f"training has come to its end, {checkpoint}; what follows it is left"
+        return f"continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
 def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
@@ -61,14 +73,14 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     refuse_if_running(folder)
     held = folder / RECIPE_FILE
     summary = folder / SUMMARY_FILE
-    done = 0
+    done, is_new = 0, not os.path.isfile(held)
     for name in ("checkpoints", "student"):
         if os.path.lexists(folder / name) and not os.path.lexists(held):
             raise UserError(
                 f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
                 "folder with output_dir=..."
             )
-    if os.path.isfile(held):
+    if not is_new:
         if not resume:
             raise UserError(
                 f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
@@ -98,7 +110,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         temporary.replace(held)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, is_finished=False)
+    return Claim(done, is_finished=False, is_new=is_new)
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:
