@@ -86,6 +86,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     task = check_run(recipe, world_size(), is_deepspeed_launch())
+    recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
@@ -221,8 +222,8 @@ def open_run_cache(
     manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     if (missing := task.missing_stage(dtype)) is not None:
         raise UserError(
-            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong; give the cache_dir "
-            "(or output_dir) that `distiller cache` was run with"
+            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong, and the cache "
+            "holds no copy; run `distiller cache` again with the cache_dir (or output_dir) that it was run with"
         )
     return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
 

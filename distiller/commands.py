@@ -124,10 +124,12 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     return shortened.model_copy(
         update={
             "output_dir": str(folder),
-            "cache_dir": str(recipe.stages_dir) if is_cached else None,
+            "cache_dir": str(recipe.stages_dir.own) if is_cached else None,
             "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
-            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
+            "checkpoint": recipe.checkpoint.model_copy(
+                update={"every_steps": None, "every_minutes": None, "at_end": False}
+            ),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )

@@ -13,6 +13,7 @@ from distiller.checkpoint.format import OLDER_NAMES, PROGRESS_FILE, steps_in
 from distiller.checkpoint.reading import CheckpointReader, find_damage, read_progress_file
 from distiller.checkpoint.resuming import refuse_older
 from distiller.errors import AgreedError, UserError
+from distiller.file_modes import follow_umask
 from distiller.tasks.base import Task
 from distiller.trainer import Run
 
@@ -82,6 +83,7 @@ def _write(task: Task[Any, Any], state: dict[str, Tensor], target: Path) -> Path
     shutil.rmtree(partial, ignore_errors=True)
     try:
         task.export(state, partial)
+        follow_umask(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

@@ -54,8 +54,8 @@ def refuse_mpi() -> None:
         value = os.environ.get(size, "")
         if value.isdigit() and int(value) > 1:
             text = (
-                f"{size} is {value}, so mpirun or srun started {value} processes that do not know each other; start "
-                f"one `accelerate launch` a machine, or unset {size} for a single process"
+                f"{size} is {value}, so mpirun or srun started {value} processes, and they do not know each other; "
+                f"start one `accelerate launch` a machine, or unset {size} for a single process"
             )
             raise UserError(text) if os.environ.get(number, "0") == "0" else SilentUserError(text)
 

@@ -128,7 +128,7 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     `is_missing` is whether this rank lacks one that some ranks make for all.
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
-        check_shared(recipe.stages_dir, ranks, "cache_dir")
+        check_shared(recipe.stages_dir.own, ranks, "cache_dir")
 
 
 def _make_token(folder: Path) -> str:

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from distiller.average import MovingAverage
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.saving import Checkpoints
-from distiller.checkpoint.schedule import is_due
+from distiller.checkpoint.schedule import is_due, is_time
 from distiller.config import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
@@ -97,7 +97,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
     buffers = KeptBuffers(run.student)
-    saved_at, is_overdue, lost = time.monotonic(), False, None
+    saved_at, saved_step, is_overdue, lost = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -105,7 +105,8 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         batches = [micro_batch.batch for micro_batch in micro_batches]
         # Known before the first backward: under DeepSpeed that steps.
         own_count = float(sum(task.count(batch) for batch in batches))
-        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0)
+        by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
+        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0, by_clock)
         health.hear(heard.num_bad, heard.step - 1)
         if heard.num_asked:
             _stop(run, health, step - 1, stops.requested)
@@ -136,8 +137,9 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         timer.end_step()
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
-        elapsed_s = _agreed_elapsed_s(run, saved_at) if is_logged else 0.0
-        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s) or (is_overdue and step < run.last_step)
+        # What was heard may have been said before the last save.
+        by_clock = heard.is_time and heard.step > saved_step
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, by_clock) or (is_overdue and step < run.last_step)
         if is_logged:
             metrics = {
                 "step": step,
@@ -160,7 +162,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
                 run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
             except CheckpointError as error:
                 lost = error
-            saved_at = time.monotonic()
+            saved_at, saved_step = time.monotonic(), step
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
@@ -306,11 +308,3 @@ def _loss_scale(run: Run) -> float | None:
     if run.mixed_precision == "fp16" and run.engine.startswith("deepspeed"):
         return float(run.student.optimizer.loss_scale)  # type: ignore[union-attr,arg-type]
     return None
-
-
-def _agreed_elapsed_s(run: Run, since: float) -> float:
-    """Rank 0's time since the last save, where anybody asks for it; the others' clocks do not count. Communicates."""
-    if run.recipe.checkpoint.every_minutes is None:
-        return 0.0
-    own = time.monotonic() - since if run.accelerator.is_main_process else 0.0
-    return float(run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum"))  # type: ignore[arg-type]

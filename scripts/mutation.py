@@ -240,7 +240,8 @@ def run_tests(mutation: Mutation | None, tests: Sequence[str], quiet: bool, chan
         os.dup2(null, 2)
     if mutation is not None:
         sys.meta_path.insert(0, MutatedFinder(mutation))
-    selected = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain", "-m", "not slow and not thorough"]
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain"]
+    selected = ["-x", "-q", *plugins, "-m", "not slow and not thorough"]
     channel.send(int(pytest.main([*selected, *tests])))
     channel.close()
     os._exit(0)

@@ -40,7 +40,8 @@ def documents(recipe: Any) -> Iterator[tuple[list[int], list[bool]]]:
         found = [json.loads(line) for line in path.read_text().splitlines()]
     for document in found[: recipe.data.max_samples]:
         prompt = tokenizer(document.get("prompt", "")).input_ids
-        answer = tokenizer(document.get("text", document.get("completion"))).input_ids + [tokenizer.eos_token_id]
+        answer = tokenizer(document.get("text", document.get("completion"))).input_ids
+        answer = [*answer, tokenizer.eos_token_id]
         yield prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
 
@@ -69,9 +70,7 @@ def rows(recipe: Any) -> list[Row]:
             end = min(start + room, len(tokens))
             following = [*tokens[start + 1 : end + 1], 0][: end - start]
             is_learnt = [*learnt[start + 1 : end + 1], False][: end - start]
-            found[-1].append(
-                Piece(torch.tensor(tokens[start:end]), torch.tensor(following), torch.tensor(is_learnt))
-            )
+            found[-1].append(Piece(torch.tensor(tokens[start:end]), torch.tensor(following), torch.tensor(is_learnt)))
             room -= end - start
             start = len(tokens) if is_cut else end
     return found
@@ -167,7 +166,9 @@ class Plain(nn.Module):
         features = recipe.task.losses.features
         torch.manual_seed(recipe.seed + 1)
         widths = self.model.config.hidden_size, self.teacher[0].config.hidden_size
-        self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in features.student_blocks if features.weight)
+        self.projections = nn.ModuleList(
+            nn.Linear(*widths, bias=False) for _ in features.student_blocks if features.weight
+        )
 
     def loss_of(self, keys: list[SampleKey]) -> LossOf:
         losses = self.recipe.task.losses

@@ -73,7 +73,9 @@ def rate(optim: Any, step: int, last_step: int) -> float:
     if done < optim.warmup_steps:
         return optim.lr * (done + 1) / optim.warmup_steps
     share = (done - optim.warmup_steps) / max(last_step - optim.warmup_steps, 1)
-    return optim.lr * {"constant": 1, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[optim.schedule]
+    return (
+        optim.lr * {"constant": 1, "linear": 1 - share, "cosine": (1 + math.cos(math.pi * share)) / 2}[optim.schedule]
+    )
 
 
 class AdamW:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from distiller.durable import sync, sync_folder
 from distiller.errors import RunError
+from distiller.file_modes import follow_umask
 from distiller.teachers.base import Outputs
 from distiller.weight_files import StoredTensor, read_header
 
@@ -53,7 +54,7 @@ def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
         save_file(tensors, partial)
         with partial.open("rb") as stream:
             sync(stream.fileno())
-        os.chmod(partial, 0o644)
+        follow_umask(partial)
         partial.replace(file)
         sync_folder(file.parent)
     except (OSError, SafetensorError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -45,6 +46,17 @@ class Family(ABC):
         self.check_files()
 
     @property
+    def name(self) -> str:
+        """Of the pipeline's class."""
+        return self.pipeline_class.__name__
+
+    @property
+    def call_defaults(self) -> dict[str, Any]:
+        """What the pipeline's call takes for arguments that it is not given."""
+        parameters = inspect.signature(self.pipeline_class.__call__).parameters
+        return {name: parameter.default for name, parameter in parameters.items()}
+
+    @property
     def teacher_config(self) -> dict[str, Any]:
         """Of the network that students are compared with: the first."""
         return self.files.configs[self.network_parts[0]]
@@ -69,6 +81,14 @@ class Family(ABC):
     @abstractmethod
     def check_student(self, student: DiffusionStudent) -> None:
         """Raises UserError for a saved student whose own pipeline says that it predicts something else."""
+
+    @abstractmethod
+    def own_size(self) -> tuple[int, int, int]:
+        """Frames, height and width that the pipeline draws when it is not told. Raises UserError."""
+
+    @abstractmethod
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        """Frames, height and width of latents of this shape: the inverse of `latent_shape`."""
 
     @abstractmethod
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:

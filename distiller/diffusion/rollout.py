@@ -23,7 +23,7 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.shards import save_whole
 from distiller.diffusion.text import TextStore, answers_key
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.ranks import Ranks
 from distiller.roll_call import RollCall
 from distiller.stages import Stage, digest_of
@@ -129,7 +129,7 @@ def roll_out(drawing: Drawing, stage: Stage) -> None:
 
 def _roll_out(drawing: Drawing, stage: Stage) -> None:
     plan, ranks, recipe = drawing.plan, drawing.ranks, drawing.plan.recipe
-    size = recipe.rollout.batch_size
+    size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
     missing: list[int] = ranks.from_main(
         lambda: [number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]
@@ -182,7 +182,7 @@ def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
         recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.ranks.device
     )
     predict = guided_predictor(drawing.teacher, drawing.network, sample_ids, conditions, recipe.sampling.scales)
-    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)
+    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

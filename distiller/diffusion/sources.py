@@ -83,7 +83,7 @@ class Source:
         recipe = self._recipe
         self._text_stage = self._encode(ranks, self._texts, dtype)
         # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
-        self._sample_stage = self._encode(ranks, list(recipe.evaluation.sample_prompts) or [""], dtype)
+        self._sample_stage = self._encode(ranks, self._sample_texts, dtype)
         self._rollout_stage: Stage | None = None
         if recipe.data.kind == "images":
             # Before the teacher is there: the VAE's activations are large.
@@ -114,13 +114,11 @@ class Source:
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         """The first folder of embeddings or latents that has not been made; made on other hardware they differ."""
-        text = self._text_stage_of(self._texts, dtype)
-        stages = [text]
-        if self._recipe.data.kind == "images":
-            stages.append(self._image_stage())
-        elif self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
-            stages.append(self._plan().stage(self._family, text, dtype))
-        return next((stage.folder for stage in stages if not stage.is_complete), None)
+        return next((stage.folder for stage in self._stages_of_data(dtype) if not stage.is_complete), None)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        """What a cache of predictions holds beside them."""
+        return [*self._stages_of_data(dtype), self._text_stage_of(self._sample_texts, dtype)]
 
     def load(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
@@ -160,6 +158,19 @@ class Source:
     def prompt_of(self, sample_id: int) -> str:
         """The prompt of a sample."""
         return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
+
+    @property
+    def _sample_texts(self) -> list[str]:
+        return list(self._recipe.evaluation.sample_prompts) or [""]
+
+    def _stages_of_data(self, dtype: torch.dtype) -> list[Stage]:
+        """Those that hold embeddings and latents of the data, whether or not they have been made."""
+        text = self._text_stage_of(self._texts, dtype)
+        if self._recipe.data.kind == "images":
+            return [text, self._image_stage()]
+        if self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
+            return [text, self._plan().stage(self._family, text, dtype)]
+        return [text]
 
     def _text_of(self, prompt: str) -> Condition:
         if prompt in self._row:
@@ -205,12 +216,12 @@ class Source:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
-            encode_images(stage, self._images, self._family.load_vae(ranks.device), task.height, task.width)
+            encode_images(stage, self._images, self._family.load_vae(ranks.device), *task.size[1:])
 
         stage.make_once(ranks.is_local_main, make)
 
     def _image_stage(self) -> Stage:
-        images, size = self._images, (self._recipe.task.height, self._recipe.task.width)
+        images, size = self._images, self._recipe.task.size[1:]
         key = {
             "reader": READER,
             "vae": self._family.files.digest("vae"),
@@ -223,8 +234,8 @@ class Source:
 
     def _plan(self) -> RolloutPlan:
         sampling, process = self._recipe.sampling, self._process
-        num_predictions = len(process.timesteps(sampling.num_inference_steps))
-        num_passes = count_passes(process, self._network, sampling.num_inference_steps, sampling.scales)
+        num_predictions = len(process.timesteps(sampling.num_steps))
+        num_passes = count_passes(process, self._network, sampling.num_steps, sampling.scales)
         rows = tuple(self._row[prompt] for prompt in self.prompts)
         return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions, num_passes)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, final
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
@@ -84,6 +85,7 @@ class Anatomy:
             )
         self.shapes = {name: tuple(value.shape) for name, value in whole.state_dict().items()}
         self.tied_names = frozenset(whole.all_tied_weights_keys)
+        self._body_parts = {name for name, _ in body.named_children()}
         self.renaming = Renaming(whole)
 
     @property
@@ -108,8 +110,9 @@ class Anatomy:
         return [name for name, _ in self._whole.named_parameters()]
 
     def kept_in_float32(self, dtype: torch.dtype) -> list[str]:
-        """Patterns of the tensors that the library keeps in float32 in a model of another dtype."""
-        return [name for name, kept in self._whole._get_dtype_plan(dtype).items() if kept == torch.float32]
+        """Regular expressions of the tensors that the library keeps in float32 in a model of another dtype."""
+        plan = self._whole._get_dtype_plan(dtype)
+        return [name.replace("*", ".*") for name, kept in plan.items() if kept == torch.float32]
 
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
@@ -119,16 +122,27 @@ class Anatomy:
         return whole
 
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
-        """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it."""
-        with init_empty_weights():
-            body: Any = new_model(self.config, self.trusts_code).base_model
-        for module in body.modules():
+        """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it.
+
+        In float32 stays what the library keeps in it, such as the bias by which a router chooses its experts.
+        """
+        whole = self.new_skeleton()
+        kept = self.kept_in_float32(dtype)
+        body: Any = whole.base_model
+        changed: dict[int, Tensor] = {}
+        for prefix, module in body.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.is_meta and tensor.is_floating_point():
-                        changed = tensor.detach().to(dtype)
+                    if tensor is None or not tensor.is_meta or not tensor.is_floating_point():
+                        continue
+                    if id(tensor) not in changed:
+                        full = f"{self.body_prefix}{prefix}.{name}"
+                        own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else dtype
+                        value = tensor.detach().to(own)
                         is_parameter = table is module._parameters
-                        table[name] = nn.Parameter(changed, requires_grad=False) if is_parameter else changed
+                        changed[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+                    # A tensor of several names stays one.
+                    table[name] = changed[id(tensor)]
         return body.eval()
 
     def body_name(self, stored: str) -> str | None:
@@ -136,8 +150,12 @@ class Anatomy:
         name = self.renaming.name(stored)
         if name is None or name.startswith(self.body_prefix):
             return name and name.removeprefix(self.body_prefix)
-        # An unknown name goes on as it is, so that it is reported.
-        return None if name in self.shapes else name
+        # An unknown name of the body goes on as it is, so that it is reported.
+        return name if name not in self.shapes and self.is_of_body(name) else None
+
+    def is_of_body(self, name: str) -> bool:
+        """Whether a tensor, known or not, belongs to the body: files of a body saved alone lack its prefix."""
+        return name.startswith(self.body_prefix) or name.partition(".")[0] in self._body_parts
 
 
 def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:

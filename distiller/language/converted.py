@@ -7,6 +7,7 @@ and they are written as the module has them into a keyed folder.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,6 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM
-from transformers.core_model_loading import build_glob_alternation
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
@@ -60,12 +60,12 @@ def check_stored(anatomy: Anatomy, folder: Path, stored: Mapping[str, StoredTens
         missing: Sequence[str] = ()
     else:
         # On the meta device, where nothing is read.
-        report = _read(anatomy, folder, origin, device_map="meta")[1]
+        report = _read(anatomy, folder, origin, device_map="meta", ignore_mismatched_sizes=True)[1]
         missing, unknown = report["missing_keys"], report["unexpected_keys"]
         misshapen = sorted(report["mismatched_keys"])
     if missing:
         raise UserError(f"{origin}: its weights lack {min(missing)}; copy it again")
-    if inside := [name for name in unknown if name.startswith(anatomy.body_prefix)]:
+    if inside := [name for name in unknown if anatomy.is_of_body(name)]:
         raise UserError(
             f"{origin}: its weights hold {min(inside)}, which the model of its config.json does not have; give the "
             "config.json that belongs to them"
@@ -112,11 +112,11 @@ def stored_dtype(anatomy: Anatomy, stored: Mapping[str, StoredTensor]) -> torch.
     """One that holds all floating-point tensors without rounding, but for those that the library keeps in float32."""
     for dtype in (torch.bfloat16, torch.float16):
         kept = anatomy.kept_in_float32(dtype)
-        pattern = build_glob_alternation(kept)[0] if kept else None
         others = {
             tensor.dtype
             for name, tensor in stored.items()
-            if tensor.dtype.is_floating_point and not (pattern and pattern.search(anatomy.renaming.name(name) or name))
+            if tensor.dtype.is_floating_point
+            and not any(re.search(pattern, anatomy.renaming.name(name) or name) for pattern in kept)
         }
         if others <= {dtype}:
             return dtype

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,9 +42,6 @@ def export_student(student: StudentModel, tokenizer_folder: Path, state: Mapping
     model.save_pretrained(folder)
     for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
         shutil.copyfile(file, folder / file.name)
-    for file in folder.iterdir():
-        # safetensors creates its files for the owner only.
-        os.chmod(file, 0o644)
 
 
 def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
@@ -21,6 +21,7 @@ from distiller.language.gguf import GgufModel
 from distiller.language.tying import tied_as_stored
 from distiller.resources import find_model_file
 from distiller.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
+from distiller.stage_places import StagePlaces
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """What is read of a repository before its weights."""
@@ -61,7 +62,7 @@ def find_model(
     path: str,
     revision: str | None,
     subfolder: str | None,
-    stages_dir: Path,
+    stages_dir: Path | StagePlaces,
     trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
@@ -139,7 +140,8 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
-        return AutoConfig.for_model(**content)
+        # Infinities, which JSON has not, are objects in the file.
+        return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(content))
     except Exception as error:
         # Each of the library's configs checks its values with errors of its own kind.
         reason = " ".join(f"{type(error).__name__}: {error}".split())

@@ -31,6 +31,7 @@ class LanguageSource:
     Attributes:
         num_samples: rows to train on.
         data_digest: changes with anything that changes a row.
+        stage: with the documents' tokens.
         settings: what of it is no document, by the names of the recipe's keys.
         pad_id: what `collate` fills rows up with.
     """
@@ -57,7 +58,7 @@ class LanguageSource:
             "max_samples": data.max_samples,
             "tokenizer": tokenizer.digest,
         }
-        stage = Stage("tokens", key, recipe.stages_dir)
+        self.stage = stage = Stage("tokens", key, recipe.stages_dir)
         try:
             # Whoever comes first: if its documents are wrong, the next one finds the same and says so, and none waits.
             stage.make_once(True, lambda: tokenise_corpus(stage, corpus, tokenizer, data.max_samples))

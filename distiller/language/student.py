@@ -20,6 +20,7 @@ from distiller.language.files import LanguageFiles, find_model, read_config
 from distiller.language.logits import TokenIds
 from distiller.language_config import LanguageStudent
 from distiller.resources import local_path
+from distiller.stage_places import StagePlaces
 from distiller.weight_files import WeightFiles
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -43,7 +44,12 @@ class StudentModel:
     """
 
     def __init__(
-        self, options: LanguageStudent, teacher: LanguageFiles, stages_dir: Path, trusts_code: bool, seed: int
+        self,
+        options: LanguageStudent,
+        teacher: LanguageFiles,
+        stages_dir: Path | StagePlaces,
+        trusts_code: bool,
+        seed: int,
     ) -> None:
         """Reads descriptions. Raises UserError."""
         self._options, self._teacher, self._trusts_code, self._seed = options, teacher, trusts_code, seed

@@ -38,6 +38,7 @@ from distiller.language.trained import LanguageStudent, Lesson, LessonSums
 from distiller.language.vocabulary import check_same_tokens, check_sizes, other_reading, unused_ids_notice
 from distiller.language_config import LanguageRecipe
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -112,6 +113,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._dtype = dtype
         self._source.prepare(ranks)
         return False
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        del dtype
+        return [self._source.stage]
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:

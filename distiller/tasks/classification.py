@@ -17,6 +17,7 @@ from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.losses import mean_squared_error
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -98,6 +99,10 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         del dtype
         return None if self._trained is None else self._trained.missing_folder
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        del dtype
+        return [] if self._trained is None else [self._trained.stage]
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
         return self._source.training

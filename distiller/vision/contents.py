@@ -10,6 +10,7 @@ from tqdm import tqdm
 
 from distiller.contents import content_digest
 from distiller.errors import UserError
+from distiller.stage_places import StagePlaces
 from distiller.stages import Stage, digest_of
 
 _DIGEST_FILE = "digest.txt"
@@ -17,7 +18,7 @@ _THREADS = 8
 """Hashing and reading both run without Python's lock."""
 
 
-def contents_digest(files: Sequence[Path], stages_dir: Path) -> str:
+def contents_digest(files: Sequence[Path], stages_dir: Path | StagePlaces) -> str:
     """Of the contents, in this order: the same for a copy of the files, whatever their times. Does not communicate.
 
     Reads every file, which of a large data set takes as long as a pass over it; the result is kept in a stage under

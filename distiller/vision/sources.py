@@ -25,6 +25,7 @@ from distiller.data.pictures import (
 )
 from distiller.digits import DIGIT_WORDS, real_digits
 from distiller.errors import RunError, UserError
+from distiller.stage_places import StagePlaces
 from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
 
@@ -45,7 +46,7 @@ class Pictures(ABC):
     notices: Sequence[str] = ()
 
     @abstractmethod
-    def contents(self, stages_dir: Path) -> Any:
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
         """What changes when the pictures' pixels do, for JSON: the same for a copy of the data, wherever it lies.
 
         May read every picture, once, and keep what it found in `stages_dir`.
@@ -80,7 +81,7 @@ class FolderPictures(Pictures):
         sizes = [check_size(file) for file in self._files]
         self.names = [f"{file.relative_to(path)}, {size} bytes" for file, size in zip(self._files, sizes, strict=True)]
 
-    def contents(self, stages_dir: Path) -> Any:
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
         return [READER, contents_digest(self._files, stages_dir)]
 
     def read(self, number: int, num_channels: int) -> Picture:
@@ -131,7 +132,7 @@ class DatasetPictures(Pictures):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
-    def contents(self, stages_dir: Path) -> Any:
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
         del stages_dir
         return [READER, str(self._loaded._fingerprint), self._column]
 
@@ -156,7 +157,7 @@ class DigitPictures(Pictures):
         self.classes = labels.tolist()
         self.names = [f"digit/{number}" for number in range(len(self.classes))]
 
-    def contents(self, stages_dir: Path) -> Any:
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
         del stages_dir
         return [hashlib.sha256(self._images.tobytes()).hexdigest()]
 

@@ -104,7 +104,8 @@ def main() -> None:
             # Random weights draw nothing: noise costs the loop the same as a rollout's latents would.
             "rollout": {"enabled": False},
             "train": {"max_steps": options.steps, "log_every": options.steps // 2, "num_workers": 2},
-            "sampling": {"num_inference_steps": 2},
+            "task": {"num_frames": 1},
+            "sampling": {"num_inference_steps": 2, "guidance_scale": 1.0},
             "checkpoint": {"at_end": False},
         }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))

@@ -11,6 +11,7 @@ LAYERS = [
     ["errors", "__init__"],
     [
         "contents",
+        "stage_places",
         "depth",
         "resources",
         "plain_yaml",
@@ -22,6 +23,7 @@ LAYERS = [
         "timing",
         "digits",
         "line_file",
+        "file_modes",
         "importing",
         "trained_student",
     ],

@@ -19,7 +19,7 @@ from distiller.checkpoint.format import dump_progress, parse_progress, rank_file
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
-from distiller.checkpoint.schedule import is_due
+from distiller.checkpoint.schedule import is_due, is_time
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, UserError
@@ -295,7 +295,10 @@ def snapshot_progress(state: ToyState, files: dict) -> object:
 @pytest.mark.parametrize(
     ("settings", "step", "elapsed_s", "due"),
     [
-        ({}, 4, 1e9, False),
+        ({}, 4, 599.0, False),
+        ({}, 4, 600.0, True),
+        ({"every_minutes": None}, 4, 1e9, False),
+        ({"every_steps": 5}, 4, 1e9, False),
         ({}, 10, 0, True),
         ({"at_end": False, "every_steps": 5}, 10, 0, False),
         ({"every_steps": 4}, 4, 0, True),
@@ -306,7 +309,8 @@ def snapshot_progress(state: ToyState, files: dict) -> object:
     ],
 )
 def test_when_a_checkpoint_is_due(settings, step, elapsed_s, due):
-    assert is_due(Checkpoint(**settings), step, 10, elapsed_s) is due
+    checkpoint = Checkpoint(**settings)
+    assert is_due(checkpoint, step, 10, is_time(checkpoint, elapsed_s)) is due
 
 
 def test_the_buffers_size_is_what_the_allocator_gives():

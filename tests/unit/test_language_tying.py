@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from distiller import commands
 from distiller.build import build_task
 from distiller.export import export_checkpoint
+from distiller.language.files import find_model
 from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
@@ -101,3 +102,29 @@ def test_one_stored_under_the_output_layers_name_serves_both(untied, tmp_path):
     with torch.no_grad():
         hidden = student.model(input_ids=torch.arange(3, 19)[None]).last_hidden_state
     assert torch.allclose(hidden @ state["lm_head.weight"].T, logits_of(folder), rtol=0, atol=1e-5)
+
+
+def test_a_hubs_model_is_tied_by_its_header_or_its_index(untied, tmp_path, monkeypatch):
+    """Weights are fetched only where both matrices are stored, which must be compared then."""
+    sharded, described = tmp_path / "sharded", tmp_path / "described"
+    model = AutoModelForCausalLM.from_pretrained(untied)
+    model.save_pretrained(sharded, max_shard_size="10KB")
+    shutil.copytree(untied, sharded, dirs_exist_ok=True, ignore=shutil.ignore_patterns("*.safetensors"))
+    shutil.copytree(sharded, described, ignore=shutil.ignore_patterns("*.safetensors"))
+    asked = []
+
+    def download(name: str, allow_patterns: list[str], **_: Any) -> str:
+        asked.append("*.safetensors" in allow_patterns)
+        return str(sharded if asked[-1] else described)
+
+    monkeypatch.setattr("distiller.hub.snapshot_download", download)
+    found = find_model("teacher", "owner/untied", None, None, tmp_path / "stages", trusts_code=False)
+    assert not found.anatomy.is_tied
+    assert asked == [False, True]
+    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(untied))
+    assert not find_model("teacher", "owner/whole", None, None, tmp_path, trusts_code=False).anatomy.is_tied
+    asked.clear()
+    (described / "model.safetensors.index.json").unlink()
+    monkeypatch.setattr("distiller.hub.snapshot_download", download)
+    assert find_model("teacher", "owner/tied", None, None, tmp_path, trusts_code=False).anatomy.is_tied
+    assert asked == [False]

@@ -2,51 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PhiConfig
 
 from distiller.build import build_task
 from distiller.caching import make_cache
 from distiller.errors import UserError
 from distiller.language_config import LanguageRecipe
-from distiller.recipe_file import parse
 from distiller.teachers.opening import open_alone
-from tests import toy_causal_lm, toys
+from tests import toys
 from tests.beside_plain import (
     assert_named_tests_exist,
     assert_same,
     forget_accelerate,
     keys_of,
-    merged,
-    nested,
     run,
 )
 from tests.plain_language import train_plainly
+from tests.reference_cases import language_folder, language_recipe
 
-SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4, "num_key_value_heads": 2}
-MODELS: dict[str, Any] = {
-    "teacher": toy_causal_lm.llama_config(**SMALL, num_hidden_layers=3),
-    "untied": toy_causal_lm.llama_config(**SMALL, num_hidden_layers=2, tie_word_embeddings=False),
-    # Its output layer has a bias.
-    "phi": PhiConfig(
-        vocab_size=toy_causal_lm.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        partial_rotary_factor=1.0,
-        max_position_embeddings=64,
-        bos_token_id=1,
-        eos_token_id=1,
-        initializer_range=0.3,
-    ),
-}
-DROPOUT = toy_causal_lm.llama_config(**SMALL | {"hidden_size": 8}, num_hidden_layers=2, attention_dropout=0.5)
 DIVERGENCES = ("forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl")
 LOSSES = "task.losses."
 DIVERGENCE = f"{LOSSES}divergence."
@@ -111,11 +88,12 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     ],
     "train.gradient_checkpointing": [{"train.gradient_checkpointing": True, **MIXED}],
 }
+STUDENT_TESTS, DATA_TESTS = "tests/unit/test_language_student.py", "tests/unit/test_language_data_reading.py"
 ELSEWHERE = {
     "task.kind": "tests/unit/test_reference_language.py::test_the_product_is_the_plain_loop",
-    "task.trust_remote_code": "tests/unit/test_language_student.py::test_code_of_a_models_folder_runs_where_it_is_trusted",
+    "task.trust_remote_code": f"{STUDENT_TESTS}::test_code_of_a_models_folder_runs_where_it_is_trusted",
     "cache.draws": "tests/unit/test_reference_language.py::test_a_text_has_no_draws_to_repeat",
-    "data.split": "tests/unit/test_language_data_reading.py::test_data_sets_are_read_as_files_and_as_folders",
+    "data.split": f"{DATA_TESTS}::test_data_sets_are_read_as_files_and_as_folders",
 }
 """Where a key is held that no plain loop can show."""
 SECTIONS = ("seed", "task", "student", "data", "cache")
@@ -123,66 +101,15 @@ SECTIONS = ("seed", "task", "student", "data", "cache")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """Models, configs and texts. Every weight of the models differs from its first value, biases and norms too."""
-    root = tmp_path_factory.mktemp("reference-language")
-    for number, (name, config) in enumerate(MODELS.items()):
-        save_moved(root / name, config, seed=number)
-    toy_causal_lm.write_config(root / "student.json", toy_causal_lm.llama_config(**SMALL | {"hidden_size": 8}))
-    toy_causal_lm.write_config(root / "phi.json", MODELS["phi"])
-    toy_causal_lm.write_config(root / "dropout.json", DROPOUT)
-    texts = [json.loads(line)["text"] for line in toy_causal_lm.write_texts(root / "texts.jsonl").read_text().splitlines()]
-    (root / "texts").mkdir()
-    for number, text in enumerate(texts):
-        (root / "texts" / f"{number:03}.txt").write_text(text)
-    # Prompts of 1 to 14 words, of which some fill a row of 11 tokens.
-    words = [text.split() for text in texts]
-    answers = [(of[: len(of) // 2 or 1], of[len(of) // 2 or 1 :]) for of in words]
-    lines = [json.dumps({"prompt": " ".join(one), "completion": " " + " ".join(two)}) for one, two in answers if two]
-    (root / "answers.jsonl").write_text("\n".join(lines))
-    return root
-
-
-def save_moved(place: Path, config: Any, seed: int) -> None:
-    toy_causal_lm.save_model(place, config, seed)
-    model = AutoModelForCausalLM.from_pretrained(place)
-    generator = torch.Generator().manual_seed(100 + seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(place)
-
-
-def recipe_of(folder: Path, place: Path, changes: dict[str, Any]) -> LanguageRecipe:
-    """The row's recipe; names of files are those in `folder`."""
-    base = {
-        "output_dir": str(place / "run"),
-        "cache_dir": str(folder / "stages"),
-        "seed": 3,
-        "task": {"kind": "causal_lm"},
-        "teacher": {"path": str(folder / "teacher")},
-        "student": {"num_layers": 2},
-        "data": {"kind": "jsonl", "path": "texts.jsonl", "max_length": 32, "packing": False},
-        "train": {"max_steps": 2, "batch_size": 4, "log_every": 1},
-        "optim": {"lr": 1e-2, "max_grad_norm": 1.0, "eps": 1e-6},
-        "checkpoint": {"at_end": False},
-    }
-    data = merged(base, nested({key: value for key, value in changes.items() if key != "student"}))
-    data["student"] = changes.get("student", data["student"])
-    for section, key in (("data", "path"), ("student", "config"), ("student", "path"), ("teacher", "path")):
-        if key in data[section]:
-            data[section][key] = str(folder / data[section][key])
-    if data["teacher"].get("placement") == "cached":
-        data["teacher"]["cache"] = str(place / "outputs")
-    recipe = parse(data)
-    assert isinstance(recipe, LanguageRecipe)
-    return recipe
+    return language_folder(tmp_path_factory.mktemp("language"))
 
 
 @pytest.mark.parametrize(
-    "changes", [pytest.param(row, id=f"{key}-{number}") for key, rows in ROWS.items() for number, row in enumerate(rows)]
+    "changes",
+    [pytest.param(row, id=f"{key}-{number}") for key, rows in ROWS.items() for number, row in enumerate(rows)],
 )
 def test_the_product_is_the_plain_loop(folder, tmp_path, changes):
-    recipe = recipe_of(folder, tmp_path, changes)
+    recipe = language_recipe(folder, tmp_path, changes)
     if recipe.teacher.placement == "cached":
         make_cache(recipe)
         forget_accelerate()
@@ -199,14 +126,14 @@ def test_every_key_has_a_row():
 
 
 def test_a_text_has_no_draws_to_repeat(folder, tmp_path):
-    recipe = recipe_of(folder, tmp_path, {**CACHED, "cache.draws": 2})
-    with pytest.raises(UserError, match="cache.draws is 2 and this task asks the teacher the same in every epoch"):
+    recipe = language_recipe(folder, tmp_path, {**CACHED, "cache.draws": 2})
+    with pytest.raises(UserError, match=r"cache\.draws is 2 and this task asks the teacher the same in every epoch"):
         make_cache(recipe)
 
 
 def test_the_head_s_bias_of_the_student_is_trained(folder, tmp_path):
     """Phi's: dropped, the loss would be another one, and nothing would move it."""
-    recipe = recipe_of(folder, tmp_path, {"student": {"path": "phi"}})
+    recipe = language_recipe(folder, tmp_path, {"student": {"path": "phi"}})
     ours, (theirs, first) = run(recipe), train_plainly(recipe)
     name = "model.lm_head.bias"
     assert first[name].abs().min() > 0
@@ -217,7 +144,7 @@ def test_the_head_s_bias_of_the_student_is_trained(folder, tmp_path):
 @pytest.mark.parametrize("student", ["student.json", "phi.json"])
 def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, student):
     """Its states and its logits: in bfloat16 the student alone is rounded."""
-    recipe = recipe_of(folder, tmp_path, {"student": {"config": student}, "train.mixed_precision": "bf16"})
+    recipe = language_recipe(folder, tmp_path, {"student": {"config": student}, "train.mixed_precision": "bf16"})
     exact, _ = train_plainly(recipe)
     ours = run(recipe)
     assert [line["loss"] for line in ours.metrics] == pytest.approx(exact.losses, rel=2e-2)
@@ -225,8 +152,7 @@ def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, stu
     data = task.run_stages(toys.ALONE, None)
     batch = task.collate([data[0, number] for number in range(3)])
     teacher = open_alone(task.network, recipe.teacher, torch.float32, torch.device("cpu"))
-    request, answers, losses = task.request(batch), [], []
-    trained = task.build_student().requires_grad_(False)
+    request, answers = task.request(batch), []
     for is_on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
             answers.append(teacher.predict([request])[0])

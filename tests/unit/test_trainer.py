@@ -238,6 +238,24 @@ def test_a_stop_after_a_bad_update_keeps_what_was_trained(tmp_path):
     assert {int(state["step"]) for state in run.optimizer.state.values()} == {1}
 
 
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        ({"every_minutes": 1e-9}, list(range(1, 9))),
+        ({}, [8]),
+        ({"every_minutes": None}, [8]),
+        ({"every_steps": 5}, [5, 8]),
+    ],
+)
+def test_saves_by_the_clock_need_no_logged_step(tmp_path, settings, saved):
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=100))
+    run.recipe = run.recipe.model_copy(update={"checkpoint": Checkpoint(**settings)})
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, None)
+    train(run)
+    assert steps_in(tmp_path / "checkpoints") == saved
+
+
 def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_path):
     in_second = draws.sample_order(0, 0, 16)[8]
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=100), task=SpoiltTask({in_second}, math.nan))

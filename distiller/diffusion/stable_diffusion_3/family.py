@@ -63,6 +63,14 @@ class SD3Family(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
+    def own_size(self) -> tuple[int, int, int]:
+        side = self.teacher_config["sample_size"] * pixels_of_latent(self.files.vae_config)
+        return 1, side, side
+
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        pixels = pixels_of_latent(self.files.vae_config)
+        return 1, shape[2] * pixels, shape[3] * pixels
+
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
         pixels, config = pixels_of_latent(self.files.vae_config), self.teacher_config
         step = pixels * config["patch_size"]
@@ -155,7 +163,7 @@ class SD3Family(Family):
             negative_pooled_prompt_embeds=negative["pooled"].float(),
             height=height * pipeline.vae_scale_factor,
             width=width * pipeline.vae_scale_factor,
-            num_inference_steps=recipe.sampling.num_inference_steps,
+            num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
             output_type="latent",
         )

@@ -48,9 +48,27 @@ class WanFamily(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
+    def own_size(self) -> tuple[int, int, int]:
+        # Arguments of its call, which it rounds down to what its networks can take.
+        temporal, spatial = self._vae_steps
+        num_frames, height, width = (int(self.call_defaults[name]) for name in ("num_frames", "height", "width"))
+        _, patch_height, patch_width = self.teacher_config["patch_size"]
+        height -= height % (spatial * patch_height)
+        width -= width % (spatial * patch_width)
+        return (num_frames - 1) // temporal * temporal + 1, height, width
+
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        temporal, spatial = self._vae_steps
+        return (shape[1] - 1) * temporal + 1, shape[2] * spatial, shape[3] * spatial
+
+    @property
+    def _vae_steps(self) -> tuple[int, int]:
+        """Frames and pixels that one latent stands for."""
+        config = self.files.vae_config
+        return int(config.get("scale_factor_temporal", 4)), int(config.get("scale_factor_spatial", 8))
+
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
-        spatial = int(self.files.vae_config.get("scale_factor_spatial", 8))
-        temporal = int(self.files.vae_config.get("scale_factor_temporal", 4))
+        temporal, spatial = self._vae_steps
         _, patch_height, patch_width = self.teacher_config["patch_size"]
         for name, pixels, step in (("height", height, spatial * patch_height), ("width", width, spatial * patch_width)):
             if pixels % step or pixels % 16:
@@ -133,14 +151,15 @@ class WanFamily(Family):
 
     def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
         negative = expanded(conditions.negative, len(conditions.noise))
+        num_frames, height, width = recipe.task.size
         return pipeline(
             latents=conditions.noise,
             prompt_embeds=conditions.positive["text"].float(),
             negative_prompt_embeds=negative["text"].float(),
-            height=recipe.task.height,
-            width=recipe.task.width,
-            num_frames=recipe.task.num_frames,
-            num_inference_steps=recipe.sampling.num_inference_steps,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
             output_type="latent",
         ).frames
