@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distiller.build import Finished, build, build_task, check_run
+from distiller.checking import check
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
@@ -21,11 +22,7 @@ from distiller.errors import AgreedError, CheckpointError, QualityGateError, Sto
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
-from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
-from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
-from distiller.launch_request import deepspeed_settings, read_launch_file
-from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
 from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
 from distiller.run_reading import exported_student, open_run
@@ -34,6 +31,7 @@ from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
 
+__all__ = ["check", "dry_run", "evaluate", "export", "sample", "start_trackers", "train"]
 DRY_RUN_STEPS = 3
 
 quiet_libraries()
@@ -133,30 +131,6 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
-
-
-def check(recipe: Recipe, launch_file: str | None) -> None:
-    """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes, under_deepspeed, fsdp = 1, False, None
-    if launch_file is not None:
-        request = read_launch_file(Path(launch_file))
-        check_request(request)
-        check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
-        fsdp = fsdp_of_file(Path(launch_file), num_processes)
-        precisions = possible_precisions(recipe.train.mixed_precision, request.mixed_precision)
-        if under_deepspeed:
-            check_json_precision(deepspeed_settings(request), precisions)
-        if fsdp is not None:
-            check_sharding(fsdp, num_processes)
-            check_offload(fsdp, precisions)
-        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
-    task = check_run(recipe, num_processes, under_deepspeed)
-    if fsdp is not None:
-        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
-    for notice in task.notices():
-        print(f"note: {notice}")
-    print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
 def evaluate(given: Path, overrides: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import time
 import uuid
 from dataclasses import dataclass
@@ -47,21 +49,17 @@ class Claim:
     is_finished: bool
 
 
-def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
-    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
-
-    Changes nothing where the run is finished.
+def check_output_dir(recipe: Recipe, resume: bool) -> None:
+    """Whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
 
     Raises:
-        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
+        UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
     """
     folder = Path(recipe.output_dir)
     if os.path.isfile(folder):
         raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
     refuse_if_running(folder)
     held = folder / RECIPE_FILE
-    summary = folder / SUMMARY_FILE
-    done = 0
     for name in ("checkpoints", "student"):
         if os.path.lexists(folder / name) and not os.path.lexists(held):
             raise UserError(
@@ -75,7 +73,25 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
                 "with output_dir=..."
             )
         _check_same_recipe(_held_recipe(held), recipe)
-        if _steps_of(summary) == last_step:
+    if recipe.cache_dir is not None and (why := _why_not_writable(Path(recipe.cache_dir))) is not None:
+        raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
+    if (why := _why_not_writable(folder)) is not None:
+        raise UserError(f"output_dir: {folder} cannot be written ({why})")
+
+
+def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
+    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
+
+    Changes nothing where the run is finished.
+
+    Raises:
+        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
+    """
+    check_output_dir(recipe, resume)
+    folder = Path(recipe.output_dir)
+    held, done = folder / RECIPE_FILE, 0
+    if os.path.isfile(held):
+        if _steps_of(folder / SUMMARY_FILE) == last_step:
             return Claim(last_step, is_finished=True)
         done = latest_step(folder)
         if done > last_step:
@@ -129,6 +145,22 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
         check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to, by what is there of its path; None where nothing speaks against it."""
+    place = Path(os.path.abspath(folder))
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            break
+        except FileNotFoundError:
+            place = place.parent
+        except OSError as error:
+            return error.strerror
+    if not is_folder:
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
 
 
 def _make_token(folder: Path) -> str:

@@ -91,6 +91,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return notices
 
+    def look_at_samples(self) -> str:
+        return self._source.look_at(self._processor.num_channels)
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         if self._trained is not None:
             self._trained.train_once(ranks)

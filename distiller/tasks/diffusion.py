@@ -80,6 +80,9 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         long_texts = self._long_texts() if is_main_process() else []
         return [*self._defaults, *guidance_notes(self._recipe), *self._source.notices, *long_texts]
 
+    def look_at_samples(self) -> str | None:
+        return self._source.look_at()
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)
 
