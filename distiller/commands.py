@@ -33,6 +33,7 @@ from distiller.trainer import train as run_loop
 
 __all__ = ["check", "dry_run", "evaluate", "export", "sample", "start_trackers", "train"]
 DRY_RUN_STEPS = 3
+FLOAT32_BYTES = 4
 
 quiet_libraries()
 
@@ -104,10 +105,36 @@ def dry_run(recipe: Recipe) -> None:
         f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
         f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
     )
-    is_main = run.accelerator.is_main_process
+    is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
     _leave(run)
     if is_main:
         shutil.rmtree(folder)
+        print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
+
+
+def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
+    """One line that compares what a run keeps in its folder with what the disk has free; a warning where it is less.
+
+    Beside the ones that are kept there is the one that is being written.
+    """
+    saving = recipe.checkpoint
+    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
+    count = saving.keep + 1 if is_periodic else int(saving.at_end)
+    place = Path(os.path.abspath(recipe.output_dir))
+    while not place.exists():
+        place = place.parent
+    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(place).free
+    text = (
+        f"a checkpoint takes {_sized(checkpoint_bytes)} and the student {_sized(student_bytes)}: {_sized(needed)} with "
+        f"the {count} checkpoints that are there at once, and {_sized(free)} are free where output_dir is"
+    )
+    if needed <= free:
+        return f"dry run: {text}"
+    return f"warning: {text}; set checkpoint.keep lower, or output_dir to a folder on a larger disk"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _shortened(recipe: Recipe, folder: Path) -> Recipe:

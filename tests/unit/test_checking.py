@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from distiller.cli import main
 from distiller.data.pictures import MOST_LOOKED_AT, look_at
 from distiller.errors import UserError
 from distiller.recipe_file import dump, parse
+from distiller.weight_files import read_header
 from tests import classifiers
 
 FILE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 1\n"
@@ -94,3 +96,29 @@ def test_fp16_on_a_cpu(make_recipe, tmp_path, capsys):
     file.write_text(FILE + "use_cpu: false\n")
     commands.check(recipe, str(file))
     assert "warning: train.mixed_precision is fp16, which needs a GPU" in capsys.readouterr().out
+
+
+def test_a_dry_run_compares_what_is_kept_with_the_disk(make_recipe, monkeypatch, capsys, fresh):
+    saving = {"every_steps": 2, "keep": 1}
+    commands.dry_run(make_recipe(checkpoint=saving))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoint takes" in line]
+    assert line.startswith("dry run: a checkpoint takes 1.")
+    assert "with the 2 checkpoints that are there at once" in line
+    fresh()
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(total=0, used=0, free=2**20))
+    commands.dry_run(make_recipe(checkpoint=saving))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "checkpoint takes" in line]
+    assert line.startswith("warning: a checkpoint takes 1.")
+    assert "1.0 MiB are free where output_dir is; set checkpoint.keep lower" in line
+
+
+def test_the_bytes_of_a_dry_run_are_those_of_a_checkpoint(make_recipe, monkeypatch, fresh):
+    foretold: list[int] = []
+    monkeypatch.setattr(commands, "disk_line", lambda recipe, checkpoint, student: foretold.append(checkpoint) or "")
+    recipe = make_recipe(train={"max_steps": 1, "ema_decay": 0.9})
+    commands.dry_run(recipe)
+    fresh()
+    commands.train(recipe, resume=False)
+    (file,) = Path(recipe.output_dir, "checkpoints", "step-1").glob("*.safetensors")
+    # Beside a MiB for headers and notes.
+    assert sum(tensor.num_bytes for tensor in read_header(file).values()) == foretold[0] - 2**20
