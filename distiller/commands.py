@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from distiller.build import Finished, build, build_task, check_run
+from distiller.checking import check
 from distiller.checkpoint.format import Spent
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
@@ -23,11 +24,7 @@ from distiller.errors import AgreedError, CheckpointError, QualityGateError, Sto
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
-from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
-from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
-from distiller.launch_request import deepspeed_settings, read_launch_file
-from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
 from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
 from distiller.run_reading import exported_student, open_run
@@ -36,7 +33,9 @@ from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
 
+__all__ = ["check", "dry_run", "evaluate", "export", "sample", "start_trackers", "train"]
 DRY_RUN_STEPS = 3
+FLOAT32_BYTES = 4
 
 quiet_libraries()
 
@@ -108,10 +107,36 @@ def dry_run(recipe: Recipe) -> None:
         f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
         f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
     )
-    is_main = run.accelerator.is_main_process
+    is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
     _leave(run)
     if is_main:
         shutil.rmtree(folder)
+        print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
+
+
+def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
+    """One line that compares what a run keeps in its folder with what the disk has free; a warning where it is less.
+
+    Beside the ones that are kept there is the one that is being written.
+    """
+    saving = recipe.checkpoint
+    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
+    count = saving.keep + 1 if is_periodic else int(saving.at_end)
+    place = Path(os.path.abspath(recipe.output_dir))
+    while not place.exists():
+        place = place.parent
+    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(place).free
+    text = (
+        f"a checkpoint takes {_sized(checkpoint_bytes)} and the student {_sized(student_bytes)}: {_sized(needed)} with "
+        f"the {count} checkpoints that are there at once, and {_sized(free)} are free where output_dir is"
+    )
+    if needed <= free:
+        return f"dry run: {text}"
+    return f"warning: {text}; set checkpoint.keep lower, or output_dir to a folder on a larger disk"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _shortened(recipe: Recipe, folder: Path) -> Recipe:
@@ -135,30 +160,6 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
-
-
-def check(recipe: Recipe, launch_file: str | None) -> None:
-    """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes, under_deepspeed, fsdp = 1, False, None
-    if launch_file is not None:
-        request = read_launch_file(Path(launch_file))
-        check_request(request)
-        check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
-        fsdp = fsdp_of_file(Path(launch_file), num_processes)
-        precisions = possible_precisions(recipe.train.mixed_precision, request.mixed_precision)
-        if under_deepspeed:
-            check_json_precision(deepspeed_settings(request), precisions)
-        if fsdp is not None:
-            check_sharding(fsdp, num_processes)
-            check_offload(fsdp, precisions)
-        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
-    task = check_run(recipe, num_processes, under_deepspeed)
-    if fsdp is not None:
-        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
-    for notice in task.notices():
-        print(f"note: {notice}")
-    print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
 def evaluate(given: Path, overrides: list[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import time
 import uuid
 from dataclasses import dataclass
@@ -59,6 +61,36 @@ class Claim:
         return f"continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
+def check_output_dir(recipe: Recipe, resume: bool) -> None:
+    """Whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
+
+    Raises:
+        UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
+    """
+    folder = Path(recipe.output_dir)
+    if os.path.isfile(folder):
+        raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
+    refuse_if_running(folder)
+    held = folder / RECIPE_FILE
+    for name in ("checkpoints", "student"):
+        if os.path.lexists(folder / name) and not os.path.lexists(held):
+            raise UserError(
+                f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
+                "folder with output_dir=..."
+            )
+    if os.path.isfile(held):
+        if not resume:
+            raise UserError(
+                f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
+                "with output_dir=..."
+            )
+        _check_same_recipe(_held_recipe(held), recipe)
+    if recipe.cache_dir is not None and (why := _why_not_writable(Path(recipe.cache_dir))) is not None:
+        raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
+    if (why := _why_not_writable(folder)) is not None:
+        raise UserError(f"output_dir: {folder} cannot be written ({why})")
+
+
 def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
     """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
 
@@ -67,27 +99,12 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     Raises:
         UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
     """
+    check_output_dir(recipe, resume)
     folder = Path(recipe.output_dir)
-    if os.path.isfile(folder):
-        raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
-    refuse_if_running(folder)
     held = folder / RECIPE_FILE
-    summary = folder / SUMMARY_FILE
     done, is_new = 0, not os.path.isfile(held)
-    for name in ("checkpoints", "student"):
-        if os.path.lexists(folder / name) and not os.path.lexists(held):
-            raise UserError(
-                f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
-                "folder with output_dir=..."
-            )
     if not is_new:
-        if not resume:
-            raise UserError(
-                f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
-                "with output_dir=..."
-            )
-        _check_same_recipe(_held_recipe(held), recipe)
-        if _steps_of(summary) == last_step:
+        if _steps_of(folder / SUMMARY_FILE) == last_step:
             return Claim(last_step, is_finished=True)
         done = latest_step(folder)
         if done > last_step:
@@ -141,6 +158,22 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
         check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to, by what is there of its path; None where nothing speaks against it."""
+    place = Path(os.path.abspath(folder))
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            break
+        except FileNotFoundError:
+            place = place.parent
+        except OSError as error:
+            return error.strerror
+    if not is_folder:
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
 
 
 def _make_token(folder: Path) -> str:

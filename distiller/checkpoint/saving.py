@@ -55,8 +55,17 @@ class Checkpoints:
 
         Every rank calls it. Communicates from host to host; AgreedError where a rank has no such memory.
         """
+        num_bytes = self._own_bytes()
+        self._ranks.all_succeed(lambda: self._snapshot.reserve(num_bytes))
+
+    def total_bytes(self) -> int:
+        """What one checkpoint takes on the disk, of all ranks. Every rank calls it. Communicates from host to host."""
+        return sum(self._ranks.gather(self._own_bytes() + _HEADER_BYTES))
+
+    def _own_bytes(self) -> int:
+        """Of this rank's weights, both moments and moving average."""
         weights = sum(piece.values.nbytes for piece in self._state.pieces("weights"))
-        self._ranks.all_succeed(lambda: self._snapshot.reserve(weights * (3 if self._average is None else 4)))
+        return weights * (3 if self._average is None else 4)
 
     def remove_stale(self) -> None:
         """Removes what runs that died left half-written. Rank 0 calls it, before anything is saved."""
