@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,10 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Recipe
+from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.devices import quiet_libraries, teacher_dtype
+from distiller.durable import missing_durability
 from distiller.errors import AgreedUserError, UserError
 from distiller.launch import open_world, resolve_accumulation
 from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
@@ -35,6 +37,7 @@ from distiller.optim import build_optimizer
 from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
+from distiller.run_inputs import remember
 from distiller.student_size import gpu_bytes, host_bytes
 from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
@@ -66,6 +69,7 @@ def build_task(recipe: Recipe) -> Task[Any, Any]:
 def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task[Any, Any]:
     """The task of a training run, checked without a process group; reads no weights. Raises UserError."""
     check_placement(recipe.teacher, num_processes, under_deepspeed)
+    check_loader_sockets(recipe.train.num_workers)
     task = build_task(recipe)
     if recipe.cache.draws is not None and recipe.cache.draws > 1 and not task.has_draws:
         raise UserError(
@@ -82,6 +86,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     task = check_run(recipe, world_size(), is_deepspeed_launch())
+    recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
@@ -120,9 +125,11 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+        accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
-    _announce(world.notices, plan, task, world.engine, accelerator)
+    _announce((*world.notices, *task.notices()), plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(ranks, dtype)
@@ -150,6 +157,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
 
     trained = task.build_student()
     student_parameters = trained.num_model_parameters()
+    # Not before: a hub's weights are there by now.
+    ranks.from_main(lambda: remember(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
     setup.ranks.wait()
@@ -213,8 +222,8 @@ def open_run_cache(
     manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
     if (missing := task.missing_stage(dtype)) is not None:
         raise UserError(
-            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong; give the cache_dir "
-            "(or output_dir) that `distiller cache` was run with"
+            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong, and the cache "
+            "holds no copy; run `distiller cache` again with the cache_dir (or output_dir) that it was run with"
         )
     return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
 
@@ -265,7 +274,7 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
 
 
 def _announce(
-    notices: tuple[str, ...], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
+    notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
 ) -> None:
     for notice in notices:
         accelerator.print(f"note: {notice}")

@@ -24,7 +24,8 @@ from distiller.cache.shards import remove_partial
 from distiller.config import Recipe
 from distiller.devices import teacher_dtype
 from distiller.draws import sample_order
-from distiller.errors import UserError
+from distiller.durable import missing_durability
+from distiller.errors import RunError, UserError
 from distiller.folder_lock import hold
 from distiller.launch import World, open_world
 from distiller.launch_deepspeed import is_deepspeed_launch
@@ -32,6 +33,7 @@ from distiller.launch_fsdp import wrapped_classes
 from distiller.output import check_shared, check_shared_stages
 from distiller.process import world_size
 from distiller.ranks import Ranks
+from distiller.stage_places import CACHED_STAGES
 from distiller.tasks.base import Task
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup, Teacher
@@ -62,7 +64,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
-    for notice in world.notices:
+    for notice in (*world.notices, *task.notices()):
         accelerator.print(f"note: {notice}")
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
@@ -77,7 +79,10 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     if not compare:
         key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
         check_shared(folder, ranks, "teacher.cache")
+        if (missing := ranks.from_main(lambda: missing_durability(folder))) is not None:
+            accelerator.print(f"note: {missing}")
         if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
+            ranks.from_main(lambda: _keep_stages(folder, task, dtype))
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
             accelerator.end_training()
             return
@@ -105,6 +110,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     accelerator.print(_described(task, layout, measured, len(missing)))
     still = sum(layout.size_of(shard) for shard in missing) * measured.bytes_per_sample
     ranks.from_main(lambda: check_room(folder, still))
+    ranks.from_main(lambda: _keep_stages(folder, task, dtype))
     filling.fill(layout, missing)
     if ranks.is_main:
         seconds = time.perf_counter() - started
@@ -154,6 +160,16 @@ def _is_complete(folder: Path, key: Mapping[str, Any], task: Task[Any, Any], dra
         return False
     open_cache(folder, key, task.wanted, draws, draws)
     return True
+
+
+def _keep_stages(folder: Path, task: Task[Any, Any], dtype: torch.dtype) -> None:
+    """Puts what the outputs belong to beside them, so that the folder can be moved and read from any output_dir."""
+    for stage in task.kept_stages(dtype):
+        try:
+            if stage.is_complete:
+                stage.copy_into(folder / CACHED_STAGES)
+        except OSError as error:
+            raise RunError(f"teacher.cache: {stage.folder} cannot be copied into {folder} ({error})") from error
 
 
 def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:

@@ -17,16 +17,18 @@ from distiller.errors import (
     OwnUserError,
     QualityGateError,
     RunError,
+    SilentUserError,
     StoppedError,
     UserError,
     full_disk,
 )
 from distiller.importing import collections_paused
-from distiller.machines import is_first_machine, report_failure
+from distiller.machines import is_first_machine, refuse_mpi, report_failure
 from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
-from distiller.siblings import is_loss_of_ranks, loss_of_ranks, speaks_first
+from distiller.siblings import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
 from distiller.stopping import Stops
 
+RUN_HELP = "a run's output folder, or RUN/checkpoints/step-N"
 EXIT_USE, EXIT_FAILED, EXIT_GATE, EXIT_SIGNALLED = 2, 1, 3, 128
 
 
@@ -39,7 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def command(stops: Stops) -> None:
         options = _parse(arguments)
-        options.run(options, stops)
+        if options.by_all_ranks or is_main_process():
+            options.run(options, stops)
 
     return guarded(command)
 
@@ -48,6 +51,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     """Runs a command that may listen for signals; its failures become one line and an exit code."""
     stops = Stops()
     try:
+        refuse_mpi()
         command(stops)
     except (UserError, RunError) as error:
         # What torch's agent sends to the other ranks now must not replace the reason.
@@ -61,6 +65,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     except RuntimeError as error:
         stops.defer()
         if not is_loss_of_ranks(error):
+            _leave_bug(error)
             raise
         return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     except KeyboardInterrupt:
@@ -70,6 +75,7 @@ def guarded(command: Callable[[Stops], None]) -> int:
     except Exception as error:
         stops.defer()
         if (text := full_disk(error)) is None:
+            _leave_bug(error)
             raise
         return complain(RunError(text), EXIT_FAILED)
     finally:
@@ -79,14 +85,20 @@ def guarded(command: Callable[[Stops], None]) -> int:
 
 
 def complain(error: BaseException, code: int) -> int:
-    """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same."""
-    if _speaks(error):
-        # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
-        is_elsewhere = not is_first_machine()
-        is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
-        who = f"distiller, rank {rank()}" if is_own and not is_main_process() else "distiller"
-        who += f" on {socket.gethostname()}" if is_elsewhere else ""
-        print(f"{who}: {one_line(error)}", file=sys.stderr, flush=True)
+    """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same.
+
+    And the same where the launcher looks for each rank's reason, whoever speaks.
+    """
+    # The ranks of rank 0's machine see the same files: a wrong recipe is no single rank's.
+    is_elsewhere = not is_first_machine()
+    is_own = isinstance(error, OwnUserError) or not isinstance(error, UserError) or is_elsewhere
+    where = f" on {socket.gethostname()}" if is_elsewhere else ""
+    named = f"distiller, rank {rank()}{where}: {one_line(error)}"
+    plain = f"distiller{where}: {one_line(error)}"
+    reason = named if is_own and not _is_agreed(error) else plain
+    if _speaks(error, reason):
+        print(named if is_own and not is_main_process() else plain, file=sys.stderr, flush=True)
+    leave_reason(reason, is_own=isinstance(error, OwnUserError))
     return code
 
 
@@ -95,13 +107,23 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split())
 
 
-def _speaks(error: BaseException) -> bool:
-    is_first = speaks_first()
-    if isinstance(error, OwnUserError):
-        return True
-    if isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed):
-        return is_main_process()
-    return is_first
+def _is_agreed(error: BaseException) -> bool:
+    """Whether every rank ends with this error."""
+    return isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed)
+
+
+def _speaks(error: BaseException, reason: str) -> bool:
+    is_first = speaks_first(reason)
+    if isinstance(error, OwnUserError | SilentUserError):
+        return isinstance(error, OwnUserError)
+    return is_main_process() if _is_agreed(error) else is_first
+
+
+def _leave_bug(error: BaseException) -> None:
+    """For an error without a message of ours, whose traceback follows."""
+    reason = f"distiller, rank {rank()}: {type(error).__name__}: {one_line(error)}"
+    speaks_first(reason)
+    leave_reason(reason, is_own=False)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -127,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Knowledge distillation for teachers that are too large to sit beside the student.",
     )
     parser.add_argument("--version", action="version", version=__version__)
+    parser.set_defaults(by_all_ranks=False)
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=_Parser)
 
     train = commands.add_parser(
@@ -147,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
     mode.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
     mode.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, by_all_ranks=True)
 
     cache = commands.add_parser(
         "cache",
@@ -164,10 +187,10 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="write nothing; print bytes a token, bias and gradient of each form in which outputs could be stored",
     )
-    cache.set_defaults(run=_cache)
+    cache.set_defaults(run=_cache, by_all_ranks=True)
 
     evaluate = commands.add_parser("evaluate", help="compare a run's student with its teacher")
-    evaluate.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
+    evaluate.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     evaluate.add_argument(
         "overrides", nargs="*", default=[], metavar="key.sub=value", help="for example evaluation.num_samples=1000"
     )
@@ -178,7 +201,7 @@ def _parser() -> argparse.ArgumentParser:
         help="teacher and student side by side: drawings, or texts that they continue",
         description="distiller sample RUN [key.sub=value ...] --prompts PROMPT [PROMPT ...]",
     )
-    sample.add_argument("run_dir", type=Path, metavar="RUN", help="a run's output folder")
+    sample.add_argument("run_dir", type=Path, metavar="RUN", help=RUN_HELP)
     sample.add_argument(
         "overrides",
         nargs="*",
@@ -188,7 +211,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--prompts", nargs="+", required=True, help="one picture or text of each for every prompt")
     sample.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    sample.add_argument("--output", type=Path, metavar="FILE", help="default: RUN/samples.png or .txt")
+    sample.add_argument("--output", type=Path, metavar="FILE", help="default: a new RUN/samples-1.png or .txt")
     sample.set_defaults(run=_sample)
 
     export = commands.add_parser("export", help="write the student of any checkpoint in its library's format")
@@ -218,7 +241,8 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
         from distiller import commands
 
     if options.check:
-        commands.check(recipe, options.config_file)
+        if is_main_process():
+            commands.check(recipe, options.config_file)
         return
     stops.listen()
     if options.dry_run:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,8 @@ import torch
 from distiller.build import Finished, build, build_task, check_run
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
-from distiller.devices import best_device, quiet_libraries, set_tf32, teacher_dtype
-from distiller.errors import AgreedError, QualityGateError, StoppedError, UserError
+from distiller.devices import best_device, quiet_libraries, teacher_dtype
+from distiller.errors import AgreedError, CheckpointError, QualityGateError, StoppedError, UserError
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
@@ -25,9 +26,9 @@ from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
 from distiller.launch_request import deepspeed_settings, read_launch_file
 from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
-from distiller.output import RECIPE_FILE, SUMMARY_FILE
+from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
-from distiller.recipe_file import load
+from distiller.run_reading import exported_student, open_run
 from distiller.stopping import NO_STOPS, Stops
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
@@ -49,7 +50,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         run.accelerator.end_training()
         return
-    run.tracker.start_trackers(recipe)
+    start_trackers(run)
     try:
         with stops.deferred():
             if run.first_step <= run.last_step:
@@ -73,6 +74,13 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
     if run.accelerator.is_main_process:
         _write_summary(run, outcome, time.perf_counter() - started)
     _leave(run)
+    if outcome.lost is not None:
+        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
+
+
+def start_trackers(run: Run) -> None:
+    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates."""
+    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
 
 
 def dry_run(recipe: Recipe) -> None:
@@ -116,10 +124,12 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     return shortened.model_copy(
         update={
             "output_dir": str(folder),
-            "cache_dir": str(recipe.stages_dir) if is_cached else None,
+            "cache_dir": str(recipe.stages_dir.own) if is_cached else None,
             "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
-            "checkpoint": recipe.checkpoint.model_copy(update={"every_steps": None, "at_end": False}),
+            "checkpoint": recipe.checkpoint.model_copy(
+                update={"every_steps": None, "every_minutes": None, "at_end": False}
+            ),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
@@ -144,36 +154,45 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
     task = check_run(recipe, num_processes, under_deepspeed)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
+    for notice in task.notices():
+        print(f"note: {notice}")
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
-def evaluate(run_dir: Path, overrides: list[str]) -> None:
-    """Compares student and teacher, prints a table and stores the figures in summary.json."""
-    recipe = _recipe_of(run_dir, overrides)
-    device = best_device()
-    task = build_task(recipe)
-    summary_file = run_dir / SUMMARY_FILE
+def evaluate(given: Path, overrides: list[str]) -> None:
+    """Compares student and teacher, prints a table and stores the figures.
+
+    Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json.
+    """
+    run, device = open_run(given, "evaluate", overrides), best_device()
+    task = build_task(run.recipe)
+    summary_file = run.folder / SUMMARY_FILE
     try:
         summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
     except ValueError as error:
         raise UserError(f"{summary_file}: is not readable JSON ({error}); remove it") from error
-    report = task.evaluate(run_dir, teacher_dtype(recipe.teacher.dtype, device), device)
-    _write_json(summary_file, summary | {"evaluation": report})
+    with exported_student(run, task) as (folder, step):
+        report = task.evaluate(folder, teacher_dtype(run.recipe.teacher.dtype, device), device)
+    if step is None:
+        _write_json(summary_file, summary | {"evaluation": report})
+    else:
+        _write_json(run.folder / f"evaluation-step-{step}.json", report)
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")
     if (missed := task.missed_gate(report)) is not None:
         raise QualityGateError(missed)
 
 
-def sample(run_dir: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
-    """Writes teacher and student side by side for these prompts."""
-    recipe = _recipe_of(run_dir, overrides)
-    task = build_task(recipe)
-    target = output or run_dir / f"samples{task.sample_suffixes[0]}"
+def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
+    """Writes teacher and student side by side for these prompts, into a new file of the run's folder by default."""
+    run = open_run(given, "sample", overrides)
+    task = build_task(run.recipe)
+    target = output or _free_file(run.folder / f"samples{task.sample_suffixes[0]}")
     if target.suffix.lower() not in task.sample_suffixes or not os.path.isdir(target.parent):
         suffixes = ", ".join(sorted(task.sample_suffixes))
         raise UserError(f"--output {target}: give a file in a folder that exists, ending in one of {suffixes}")
-    task.sample(run_dir, prompts, seed, best_device(), target)
+    with exported_student(run, task) as (folder, _):
+        task.sample(folder, prompts, seed, best_device(), target)
     print(target)
 
 
@@ -186,16 +205,14 @@ def export(checkpoint: Path, output: Path | None) -> None:
         raise UserError(f"--output {target}: is already there; give a folder that is not")
     if not os.path.isdir(target.parent):
         raise UserError(f"--output {target}: {target.parent} is not a folder")
-    export_checkpoint(build_task(_recipe_of(run_dir, [])), folder, target)
+    export_checkpoint(build_task(open_run(run_dir, "export").recipe), folder, target)
     print(target)
 
 
-def _recipe_of(run_dir: Path, overrides: list[str]) -> Recipe:
-    if not os.path.isfile(run_dir / RECIPE_FILE):
-        raise UserError(f"{run_dir}: is not a run's output folder (it has no {RECIPE_FILE})")
-    recipe = load(str(run_dir / RECIPE_FILE), overrides)
-    set_tf32(recipe.train.tf32)
-    return recipe
+def _free_file(file: Path) -> Path:
+    """`samples-1.png` and so on, the first that is not there: `samples.png` is what training drew."""
+    numbered = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
+    return next(free for free in numbered if not os.path.lexists(free))
 
 
 def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
 from pydantic import Field, model_validator
 
 from distiller.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.stage_places import CACHED_STAGES, StagePlaces
 from distiller.teacher_config import Teacher
 
 
@@ -108,12 +109,21 @@ class Optim(Section):
 class Checkpoint(Section):
     """When the run can be continued from."""
 
-    every_steps: Positive | None = Field(default=None, description="updates; None = only at the end")
+    every_steps: Positive | None = Field(default=None, description="updates; None = by the clock")
     every_minutes: PositiveFloat | None = Field(
-        default=None, description="since the last one, beside every_steps; rank 0's clock, read at logged steps"
+        default=10.0,
+        description="since the last one, by rank 0's clock; None = not by the clock, also the default with every_steps",
     )
     at_end: Switch = Field(default=True, description="after the last update, so that --resume can train longer")
     keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _steps_alone(cls, given: Any) -> Any:
+        # Who asks for certain steps would else find them pushed out of the newest ones that are kept.
+        if isinstance(given, dict) and given.get("every_steps") is not None:
+            return {"every_minutes": None} | given
+        return given
 
 
 class Tracking(Section):
@@ -174,9 +184,10 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     tracking: Tracking = Tracking()
 
     @property
-    def stages_dir(self) -> Path:
+    def stages_dir(self) -> StagePlaces:
         """Where the keyed files of the stages before the loop lie."""
-        return Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        own = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        return StagePlaces(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
 
     @property
     def stage_updates(self) -> int | None:

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
 from distiller.config import Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.errors import shown
 from distiller.sections import Float, Location, Positive, PositiveFloat, Section, Switch, Weight
+
+ValueT = TypeVar("ValueT")
+
+
+def filled(value: ValueT | None) -> ValueT:
+    """A key's value where None means the pipeline's own, which the task has filled in (`with_pipeline_defaults`)."""
+    assert value is not None, "the task works on the recipe that with_pipeline_defaults returns"
+    return value
 
 
 class PredictionLoss(Section):
@@ -65,9 +73,13 @@ class DiffusionOptions(TaskOptions):
     """What is learnt, for diffusion teachers."""
 
     kind: Literal["diffusion"] = Field(default="diffusion", description="which task")  # type: ignore[assignment]
-    height: Positive = Field(default=64, description="pixels")
-    width: Positive = Field(default=64, description="pixels")
-    num_frames: Positive = Field(default=1, description="1 = text-to-image; otherwise 4 k + 1, for Wan")
+    height: Positive | None = Field(default=None, description="pixels; None = the latents', or the pipeline's own")
+    width: Positive | None = Field(default=None, description="pixels; None = as height")
+    num_frames: Positive | None = Field(
+        default=None,
+        description="1 = text-to-image; otherwise 4 k + 1, for Wan; None = the latents', 1 for images, or the "
+        "pipeline's own",
+    )
     targets: Literal["live", "stored"] = Field(
         default="live", description="stored = the rollout's own (x_t, prediction) pairs"
     )
@@ -79,18 +91,33 @@ class DiffusionOptions(TaskOptions):
         default=None, description="text tokens that the pipeline pads to; None = its own"
     )
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Frames, height and width."""
+        return filled(self.num_frames), filled(self.height), filled(self.width)
+
 
 class Sampling(Section):
     """How pictures are drawn: by the rollout, by `evaluate` and by `sample`, with the teacher's own scheduler."""
 
-    num_inference_steps: Positive = Field(default=20, description="of the scheduler")
-    guidance_scale: PositiveFloat = Field(default=1.0, description="of the teacher; 1 = none, one forward pass a step")
+    num_inference_steps: Positive | None = Field(
+        default=None, description="of the scheduler; None = the pipeline's default"
+    )
+    guidance_scale: PositiveFloat | None = Field(
+        default=None, description="of the teacher; 1 = none, one forward pass a step; None = the pipeline's default"
+    )
     guidance_scale_2: PositiveFloat | None = Field(default=None, description="of the low-noise expert; None = as above")
+
+    @property
+    def num_steps(self) -> int:
+        """`num_inference_steps`."""
+        return filled(self.num_inference_steps)
 
     @property
     def scales(self) -> tuple[float, float]:
         """Guidance scales of the first and the second expert."""
-        return self.guidance_scale, self.guidance_scale_2 or self.guidance_scale
+        scale = filled(self.guidance_scale)
+        return scale, self.guidance_scale_2 or scale
 
 
 class Rollout(Section):
@@ -98,7 +125,10 @@ class Rollout(Section):
 
     enabled: Switch = Field(default=True, description="False: x_t is pure noise at every t, as the older trainer did")
     samples_per_prompt: Positive = Field(default=1, description="drawings of each prompt, with noise of their own")
-    batch_size: Positive = Field(default=64, description="samples a forward pass; part of the key")
+    batch_size: Positive | None = Field(
+        default=None,
+        description="samples a forward pass; part of the key; None = about 32,768 tokens, and at most 64 samples",
+    )
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the stored latents")
 
 
@@ -144,7 +174,9 @@ class DiffusionEvaluation(Section):
 
     judge: Literal["none", "digits"] = Field(default="none", description="who says what a drawing shows")
     num_samples: Positive = Field(default=100, description="drawings of each of teacher and student")
-    batch_size: Positive = Field(default=50, description="drawings a batch")
+    batch_size: Positive | None = Field(
+        default=None, description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings"
+    )
     sample_prompts: tuple[str, ...] = Field(
         default=(), description="for samples.png, ten at most; empty = the data's first"
     )

@@ -24,12 +24,20 @@ class OwnUserError(UserError):
     """Wrong use that one rank alone can see: it speaks for itself, whatever the others say."""
 
 
+class SilentUserError(UserError):
+    """Wrong use that another process says."""
+
+
 class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1."""
 
 
 class AgreedError(RunError):
     """A failure that every rank raises together; rank 0 alone says it."""
+
+
+class CheckpointError(AgreedError):
+    """A checkpoint that the run waited for could not be written; what was trained is still in memory."""
 
 
 class QualityGateError(RunError):

@@ -7,34 +7,34 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
+from torch import Tensor
 
 from distiller.checkpoint.format import OLDER_NAMES, PROGRESS_FILE, steps_in
 from distiller.checkpoint.reading import CheckpointReader, find_damage, read_progress_file
 from distiller.checkpoint.resuming import refuse_older
-from distiller.checkpoint.saving import EXPORT_FOLDER
 from distiller.errors import AgreedError, UserError
+from distiller.file_modes import follow_umask
 from distiller.tasks.base import Task
 from distiller.trainer import Run
 
 
 def export_run(run: Run) -> None:
-    """Writes `student/` from the pieces of all ranks. Every rank calls it, after the last save. Communicates.
+    """Writes `student/`. Every rank calls it, after the last save. Communicates.
 
-    They go through files, the final checkpoint's where there is one: no rank ever holds more than the whole weights.
+    Out of the final checkpoint's files where there is one, else out of the ranks' memory: a student must not be lost
+    because a checkpoint, which takes three times its room, could not be written.
 
     Raises:
         AgreedError: on every rank, where rank 0 cannot write it.
     """
-    folder = run.checkpoints.pieces_of_result(run.last_step)
-    target = Path(run.recipe.output_dir) / "student"
+    saved, target = run.checkpoints.saved_result(run.last_step), Path(run.recipe.output_dir) / "student"
+    gathered = run.checkpoints.gathered_result() if saved is None else {}
 
     def write() -> None:
         try:
-            partial = _write(run.task, folder, target)
+            partial = _write(run.task, _read(saved) if saved is not None else gathered, target)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
-            if folder.name == EXPORT_FOLDER:
-                shutil.rmtree(folder)
         except (OSError, SafetensorError) as error:
             # A full disk reaches us as a SafetensorError, which is no OSError.
             raise AgreedError(f"{target}: cannot be written ({_reason(error)}); make room and pass --resume") from error
@@ -55,7 +55,7 @@ def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:
     if damage is not None:
         raise UserError(f"{damage}; export another checkpoint of that run")
     try:
-        _write(task, folder, target).rename(target)
+        _write(task, _read(folder), target).rename(target)
     except (OSError, SafetensorError) as error:
         raise UserError(f"--output {target}: cannot be written ({_reason(error)}); give another folder") from error
 
@@ -70,17 +70,23 @@ def find_checkpoint(given: Path) -> Path:
     return given / "checkpoints" / f"step-{steps[-1]}"
 
 
-def _write(task: Task[Any, Any], folder: Path, target: Path) -> Path:
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+def _read(folder: Path) -> dict[str, Tensor]:
     reader = CheckpointReader(folder)
     try:
-        task.export(dict(reader.whole(reader.exported_kind)), partial)
+        return dict(reader.whole(reader.exported_kind))
+    finally:
+        reader.close()
+
+
+def _write(task: Task[Any, Any], state: dict[str, Tensor], target: Path) -> Path:
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        task.export(state, partial)
+        follow_umask(partial)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    finally:
-        reader.close()
     return partial
 
 

@@ -38,7 +38,7 @@ def hold(folder: Path, key: str = "output_dir") -> None:
 
     `key` is the recipe's for the folder.
     """
-    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     # Never closed: closing any descriptor of the file would end the lock.
     _lock(handle, folder, key)
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

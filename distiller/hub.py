@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Sequence
 from pathlib import Path
 
-from huggingface_hub import constants, snapshot_download
+from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     GatedRepoError,
     HFValidationError,
@@ -14,12 +15,19 @@ from huggingface_hub.errors import (
 )
 
 from distiller.errors import UserError
+from distiller.saved_model import TRANSFORMERS_NAME, index_of
+from distiller.weight_files import read_header
 
 OTHER_FORMS = (
     *("*.bin", "*.ckpt", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
     *("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema.*", "*.non_ema-*"),
 )
 """Files that are never read: pickles, other frameworks', and the variants that lie beside a model's own weights."""
+
+
+def is_other_form(name: str) -> bool:
+    """Whether a file of this name is one that is never read."""
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in OTHER_FORMS)
 
 
 def looks_like_hub_id(name: str) -> bool:
@@ -58,3 +66,23 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         if not constants.HF_HUB_OFFLINE:
             why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
         raise UserError(f"{section}.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error
+
+
+def stored_names(name: str, revision: str | None, root: Path, inside: str) -> set[str]:
+    """The names of a transformers model's tensors: of its header alone, which is fetched where it is not here.
+
+    Args:
+        root: the folder with its JSON files.
+        inside: the folder within the repository, with a slash behind it, or nothing.
+
+    Returns:
+        None of them where the hub cannot be asked: nothing is known of the weights, which are not here either.
+    """
+    if (root / TRANSFORMERS_NAME).is_file():
+        return set(read_header(root / TRANSFORMERS_NAME))
+    try:
+        found = HfApi().parse_safetensors_file_metadata(name, f"{inside}{TRANSFORMERS_NAME}", revision=revision)
+        return set(found.tensors)
+    except Exception:
+        # There is no whole file, the hub cannot be reached, or whatever its HTTP client raises.
+        return set(index_of(root))

@@ -43,6 +43,8 @@ SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config", "parallelism_con
 NUMBERS = {"num_processes": -1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
 """The file's own whole numbers, and the least of each. Without num_processes (-1), Accelerate counts devices."""
 TEXTS = ("distributed_type", "gpu_ids", "main_process_ip", "mixed_precision")
+SWITCHES = ("use_cpu", "debug", "same_network", "enable_cpu_affinity")
+"""Keys that are true or false; Accelerate takes any text for true."""
 OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 SIZES = (
@@ -143,6 +145,9 @@ def _load_config(file: Path) -> ClusterConfig:
     for name, least in NUMBERS.items():
         if content.get(name) is not None:
             whole_number(content[name], f"{file}: {name}", least, takes_text=False)
+    for name in SWITCHES:
+        if not isinstance(content.get(name), bool | None):
+            raise UserError(f"{file}: {name} is {shown(content[name])}; write true or false, without quotes")
     for name in TEXTS:
         value = content.get(name)
         # YAML 1.1 reads an unquoted no as false, which Accelerate takes for what was meant.

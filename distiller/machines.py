@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
-from distiller.errors import AgreedUserError
+from distiller.errors import AgreedUserError, SilentUserError, UserError
 from distiller.process import rank, world_size
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 KEY = "distiller/ready"
+MPI_VARIABLES = (
+    ("PMI_SIZE", "PMI_RANK"),
+    ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
+)
+"""What Accelerate looks at: how many processes MPI started, and which this one is."""
 CONNECTION, PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
 """For the launchers' store, which is there before any rank is; and for the slowest machine to read its recipe."""
 
@@ -35,6 +41,23 @@ def num_machines() -> int:
 def is_first_machine() -> bool:
     """Whether rank 0 runs here."""
     return os.environ.get("GROUP_RANK", "0") == "0"
+
+
+def refuse_mpi() -> None:
+    """UserError where mpirun or srun started several processes, which no launcher of torch knows of.
+
+    Accelerate would believe MPI's variables on a CPU, and not on a GPU: there each process would do the whole work.
+    """
+    if "LOCAL_RANK" in os.environ:
+        return
+    for size, number in MPI_VARIABLES:
+        value = os.environ.get(size, "")
+        if value.isdigit() and int(value) > 1:
+            text = (
+                f"{size} is {value}, so mpirun or srun started {value} processes, and they do not know each other; "
+                f"start one `accelerate launch` a machine, or unset {size} for a single process"
+            )
+            raise UserError(text) if os.environ.get(number, "0") == "0" else SilentUserError(text)
 
 
 def choose_interface() -> None:

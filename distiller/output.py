@@ -18,6 +18,7 @@ from distiller.folder_lock import hold, refuse_if_running
 from distiller.plain_yaml import parse_yaml
 from distiller.ranks import Ranks
 from distiller.recipe_file import dump
+from distiller.run_inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
 from distiller.sections import flatten
 
 _PATIENCE_S = 30
@@ -93,7 +94,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
         temporary = held.with_suffix(".tmp")
-        temporary.write_text(dump(recipe), encoding="utf-8")
+        temporary.write_text(dump(with_absolute_paths(recipe)), encoding="utf-8")
         temporary.replace(held)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
@@ -127,7 +128,7 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     `is_missing` is whether this rank lacks one that some ranks make for all.
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
-        check_shared(recipe.stages_dir, ranks, "cache_dir")
+        check_shared(recipe.stages_dir.own, ranks, "cache_dir")
 
 
 def _make_token(folder: Path) -> str:
@@ -164,13 +165,14 @@ def _held_recipe(file: Path) -> dict[str, Any]:
 
 
 def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
-    mine = flatten(json.loads(recipe.model_dump_json()))
-    theirs = flatten(held)
+    mine = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
+    theirs = absolute_paths(flatten(held))
+    compared_by_content = [key for keys in INPUTS.values() for key in keys]
     changed = [
         f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key) != theirs.get(key)
-        and key not in MAY_CHANGE_ON_RESUME
+        and key not in (*MAY_CHANGE_ON_RESUME, *compared_by_content)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
     was_cached, is_cached = theirs.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
@@ -184,3 +186,4 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
             f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
             f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
         )
+    check_same_inputs(Path(recipe.output_dir), flatten(held), recipe)

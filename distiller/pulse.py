@@ -18,16 +18,18 @@ class Heard:
     Attributes:
         num_bad: ranks on which the update before it, `step` - 1, was bad.
         num_asked: ranks that had been asked to stop.
+        is_time: whether a checkpoint was due by rank 0's clock.
     """
 
     step: int = 0
     num_bad: int = 0
     num_asked: int = 0
+    is_time: bool = False
 
 
 @final
 class Pulse:
-    """The count that an update's loss is divided by, with two flags beside it: no collective of their own is needed.
+    """The count that an update's loss is divided by, with three flags beside it: no collective of their own is needed.
 
     On the CPU the host hears an update's sum at once. On a GPU it hears that of the update before: by then the GPU has
     long begun the update, so the host waits only where it is a whole update ahead, and the GPU is never idle for it.
@@ -39,7 +41,7 @@ class Pulse:
         self._on_gpu = accelerator.device.type == "cuda"
         self._copies: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
 
-    def beat(self, step: int, count: float, was_bad: Tensor, is_asked: bool) -> tuple[Tensor, Heard]:
+    def beat(self, step: int, count: float, was_bad: Tensor, is_asked: bool, is_time: bool) -> tuple[Tensor, Heard]:
         """Sums over ranks: the count, as a float32 scalar on the device, and what the host heard. Communicates.
 
         Args:
@@ -47,9 +49,11 @@ class Pulse:
             count: of this rank's part of the update.
             was_bad: float32 scalar on the device: 1 where this rank's update before was bad.
             is_asked: whether this rank has been asked to stop.
+            is_time: whether a checkpoint is due by this rank's clock; only rank 0's counts.
         """
         # full, not tensor: a copy from the host would wait for all work that is queued on the GPU.
-        own = [torch.full((), value, device=self._accelerator.device) for value in (count, float(is_asked))]
+        is_time = is_time and self._accelerator.is_main_process
+        own = [torch.full((), float(value), device=self._accelerator.device) for value in (count, is_asked, is_time)]
         total = self._accelerator.reduce(torch.stack([*own, was_bad]), "sum")
         assert isinstance(total, Tensor)
         return total[0], self._hear(step, total)
@@ -70,5 +74,5 @@ class Pulse:
 
 
 def _read(step: int, total: Tensor) -> Heard:
-    _, num_asked, num_bad = total.tolist()
-    return Heard(step, int(num_bad), int(num_asked))
+    _, num_asked, num_timely, num_bad = total.tolist()
+    return Heard(step, int(num_bad), int(num_asked), num_timely > 0)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -49,20 +52,56 @@ def is_loss_of_ranks(error: BaseException) -> bool:
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def speaks_first() -> bool:
+def speaks_first(reason: str) -> bool:
     """Whether this is the first of the machine's ranks that has something to say; True once, on one of them.
 
     When a rank fails the others follow, with errors that only repeat it. They share a mark beside the files that
-    torch's agent gives to each rank; without an agent, rank 0 speaks.
+    torch's agent gives to each rank, which holds the first one's reason; without an agent, rank 0 speaks.
     """
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
+    mark = _mark()
+    if mark is None:
         return is_main_process()
-    mark = Path(error_file).parent.parent / "distiller-has-spoken"
+    own = mark.with_name(f"{mark.name}-{os.getpid()}")
     try:
-        mark.open("x").close()
+        _written(own, reason)
+        # Unlike a rename, this fails where the mark is there.
+        os.link(own, mark)
     except FileExistsError:
         return False
     except OSError:
         return is_main_process()
+    finally:
+        own.unlink(missing_ok=True)
     return True
+
+
+def leave_reason(reason: str, is_own: bool) -> None:
+    """Writes why this rank ends into the file where torch's agent looks for it, and prints it, as its last lines.
+
+    The agent shows the rank that ended first, by whole seconds: ranks that followed another one give its reason.
+
+    Args:
+        is_own: no other rank's reason is the cause of this one.
+    """
+    mark, timestamp = _mark(), int(time.time())
+    if mark is None:
+        return
+    with suppress(OSError):
+        if not is_own and mark.is_file():
+            reason = mark.read_text(encoding="utf-8")
+        extra = {"py_callstack": reason, "timestamp": str(timestamp)}
+        content = json.dumps({"message": {"message": reason, "extraInfo": extra}})
+        file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
+        # A whole file or none: the agent fails on half a one.
+        _written(file.with_name(f".{file.name}.tmp"), content).replace(file)
+
+
+def _mark() -> Path | None:
+    """A file that the machine's ranks share; None where no agent gave them files."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parent.parent / "distiller-has-spoken" if error_file else None
+
+
+def _written(file: Path, text: str) -> Path:
+    file.write_text(text, encoding="utf-8")
+    return file

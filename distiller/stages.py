@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,7 +19,10 @@ from typing import Any
 
 from filelock import FileLock
 
+from distiller.contents import content_digest
+from distiller.file_modes import follow_umask
 from distiller.ranks import Ranks
+from distiller.stage_places import StagePlaces
 
 KEY_FILE = "key.json"
 
@@ -30,22 +33,34 @@ class Stage:
 
     name: str
     key: Mapping[str, Any]
-    parent: Path
+    places: Path | StagePlaces
 
     @property
     def folder(self) -> Path:
-        """The complete result."""
-        return self.parent / f"{self.name}-{digest_of(self.key)[:16]}"
+        """The complete result, or where it will be."""
+        own = self._own_parent / self._folder_name
+        if isinstance(self.places, StagePlaces) and self.places.cached is not None and not _is_finished(own):
+            cached = self.places.cached / self._folder_name
+            return cached if _is_finished(cached) else own
+        return own
 
     @property
     def partial(self) -> Path:
         """Where the result is being made; safe to continue from, since it has the same key."""
-        return self.folder.with_name(self.folder.name + ".partial")
+        return self._own_parent / f"{self._folder_name}.partial"
 
     @property
     def is_complete(self) -> bool:
         """Whether the result can be read."""
-        return (self.folder / KEY_FILE).is_file()
+        return _is_finished(self.folder)
+
+    @property
+    def _own_parent(self) -> Path:
+        return self.places.own if isinstance(self.places, StagePlaces) else self.places
+
+    @property
+    def _folder_name(self) -> str:
+        return f"{self.name}-{digest_of(self.key)[:16]}"
 
     def make_once(self, is_maker: bool, make: Callable[[], None]) -> None:
         """Lets one process of each machine make the result if it is missing; the machine's others wait for its file.
@@ -54,7 +69,7 @@ class Stage:
         or another node on the same file system, waits for its lock and finds it made.
         """
         if is_maker and not self.is_complete:
-            self.parent.mkdir(parents=True, exist_ok=True)
+            self._own_parent.mkdir(parents=True, exist_ok=True)
             with self._lock():
                 if not self.is_complete:
                     make()
@@ -78,7 +93,7 @@ class Stage:
         """
         with ExitStack() as held:
             if ranks.is_main:
-                self.parent.mkdir(parents=True, exist_ok=True)
+                self._own_parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(self._lock())
                 if not self.is_complete:
                     self.partial.mkdir(parents=True, exist_ok=True)
@@ -88,15 +103,41 @@ class Stage:
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
-        os.replace(self.partial, self.folder)
+        follow_umask(self.partial)
+        os.replace(self.partial, self._own_parent / self._folder_name)
 
     def _lock(self) -> FileLock:
-        return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
+        return FileLock(self._own_parent / f".{self._folder_name}.lock")
 
     def wait(self, poll_s: float = 0.1) -> None:
         """Waits until another process has finished, and this machine sees it."""
         while not self.is_complete:
             time.sleep(poll_s)
+
+    def copy_into(self, parent: Path) -> None:
+        """Puts the complete result into another folder of stages too; does nothing where it is there. One process.
+
+        On one file system the copies are hard links to the same files, which nobody writes again. Raises OSError.
+        """
+        target = parent / self._folder_name
+        if _is_finished(target):
+            return
+        partial = target.with_name(f"{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(self.folder, partial, copy_function=_link_or_copy)
+        os.replace(partial, target)
+
+
+def _is_finished(folder: Path) -> bool:
+    return (folder / KEY_FILE).is_file()
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        # Another file system, or one without hard links.
+        shutil.copyfile(source, target)
 
 
 def digest_of(value: Any) -> str:
@@ -105,17 +146,8 @@ def digest_of(value: Any) -> str:
 
 
 def digest_files(files: Iterable[Path]) -> str:
-    """The digest of the files' names and whole contents, in sorted order.
-
-    A file of the hub's cache is named by its content already: the link's target says it without reading the file.
-    """
+    """The digest of the files' names and whole contents, in sorted order; links count as what they lead to."""
     total = hashlib.blake2b(digest_size=16)
     for file in sorted(files):
-        blob = file.resolve().name
-        if file.is_symlink() and re.fullmatch("[0-9a-f]{64}", blob):
-            content = blob
-        else:
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-        total.update(f"{file.name}:{content};".encode())
+        total.update(f"{file.name}:{content_digest(file)};".encode())
     return total.hexdigest()

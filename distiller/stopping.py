@@ -19,7 +19,7 @@ from typing import Any
 
 from distiller.errors import StoppedError
 from distiller.process import PARENT_GONE, STOP_SIGNALS, heed_launcher, is_main_process, rank
-from distiller.siblings import loss_of_ranks, missing_ranks, speaks_first
+from distiller.siblings import leave_reason, loss_of_ranks, missing_ranks, speaks_first
 
 GRACE_S = 25.0
 """From the first signal to the end of the process; torch's agent kills its ranks 30 s after it was told to stop."""
@@ -115,9 +115,11 @@ class Stops:
             text = loss_of_ranks("")
         else:
             text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
-        if speaks_first():
+        reason = f"distiller, rank {rank()}: {text}"
+        if speaks_first(reason):
             who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
             print(f"{who}: {text}", file=sys.stderr, flush=True)
+        leave_reason(reason, is_own=False)
         os._exit(128 + self.requested)
 
 

@@ -8,25 +8,23 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from distiller.config import Recipe
+from distiller.run_inputs import PATHS
 from distiller.sections import flatten
 
-MAY_DIFFER = (
-    *("output_dir", "cache_dir", "data.path", "student.path", "student.config"),
-    *("teacher.path", "teacher.cache", "teacher.nvme_path"),
-)
-"""Where things lie on a machine. Of the data the content is compared, of teacher and student it is not."""
 PACKAGES = ("distiller", "torch", "accelerate", "deepspeed", "diffusers", "transformers")
 
 
 def terms_of(recipe: Recipe, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """For JSON, by the names that messages give it.
+    """For JSON, by the names that messages give it; not where files lie on a machine.
+
+    Of the data the content is compared elsewhere, of teacher and student it is not.
 
     Args:
         launch: what the launch file decides: the engine and its settings, the precision.
     """
     keys = flatten(json.loads(recipe.model_dump_json()))
     versions = {f"the version of {name}": _version(name) for name in PACKAGES}
-    return {name: value for name, value in keys.items() if name not in MAY_DIFFER} | dict(launch) | versions
+    return {name: value for name, value in keys.items() if name not in PATHS} | dict(launch) | versions
 
 
 def _version(package: str) -> str | None:

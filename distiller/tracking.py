@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from distiller.config import Recipe
 from distiller.line_file import LineFile
-from distiller.recipe_file import dump
+from distiller.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
 GIB = 2**30
@@ -28,9 +27,10 @@ class Tracker:
         self._accelerator, self._file = accelerator, LineFile(Path(recipe.output_dir) / METRICS_FILE)
         self._is_terminal, self._last_step = sys.stderr.isatty(), last_step
         self._bar: tqdm[Any] | None = None
+        self._trackers, self._first_step, self._last_logged = Trackers(accelerator), first_step, 0
         if not accelerator.is_main_process:
             return
-        _cut_back(self._file.path, first_step - 1)
+        self._last_logged = _cut_back(self._file.path, first_step - 1)
         self._bar = tqdm(
             total=last_step,
             initial=first_step - 1,
@@ -42,16 +42,9 @@ class Tracker:
         )
 
     def start_trackers(self, recipe: Recipe) -> None:
-        """Opens the trackers that the recipe names; wandb works offline when there is no key, and asks nothing."""
-        if not recipe.tracking.trackers:
-            return
-        mode = recipe.tracking.mode
-        if mode == "auto":
-            mode = "online" if _has_wandb_key() else "offline"
-        wandb = {"mode": mode, "dir": str(Path(recipe.output_dir) / "tracking"), "name": recipe.tracking.run_name}
-        Path(wandb["dir"]).mkdir(parents=True, exist_ok=True)
-        options = {"wandb": wandb} if "wandb" in recipe.tracking.trackers else {}
-        self._accelerator.init_trackers(recipe.tracking.project, {"recipe": dump(recipe)}, options)
+        """Opens the trackers that the recipe names, as a part of what earlier sessions have handed to them."""
+        if recipe.tracking.trackers:
+            self._trackers.start(recipe, self._first_step, self._last_logged)
 
     def advance(self) -> None:
         """Moves the bar by one step."""
@@ -66,7 +59,7 @@ class Tracker:
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in metrics.items()}
         self._file.append(json.dumps(finite, allow_nan=False) + "\n")
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
-        self._accelerator.log(numbers, step=metrics["step"])
+        self._trackers.log(numbers, metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
         if self._is_terminal:
             self._bar.set_postfix_str(shown)
@@ -108,24 +101,20 @@ def last_metrics(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
 
 
-def _has_wandb_key() -> bool:
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
-    return netrc.is_file() and "wandb" in netrc.read_text(encoding="utf-8", errors="ignore")
-
-
-def _cut_back(file: Path, last_step: int) -> None:
-    """Drops what lies behind the checkpoint's step, and a torn last line."""
+def _cut_back(file: Path, last_step: int) -> int:
+    """Drops what lies behind the checkpoint's step, and a torn last line; the last step that was there, 0 if none."""
     if not file.is_file():
-        return
-    kept = []
+        return 0
+    kept, last_logged = [], 0
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            if json.loads(line)["step"] <= last_step:
+            step = json.loads(line)["step"]
+            last_logged = max(last_logged, step)
+            if step <= last_step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue
     temporary = file.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(file)
+    return last_logged

@@ -20,13 +20,14 @@ from torch.utils.data import DataLoader
 from distiller.average import MovingAverage
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.saving import Checkpoints
-from distiller.checkpoint.schedule import is_due
+from distiller.checkpoint.schedule import is_due, is_time
 from distiller.config import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
-from distiller.errors import AgreedError, StoppedError
+from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.gradient_buckets import has_buckets, leaving_no_trace
 from distiller.health import Health, spoil
+from distiller.kept_buffers import KeptBuffers
 from distiller.micro_batch import MicroBatch
 from distiller.optim import learning_rate, set_learning_rate, step_unless
 from distiller.pulse import Pulse
@@ -75,10 +76,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones."""
+    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones.
+
+    Attributes:
+        lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
+    """
 
     metrics: dict[str, Any]
     samples_per_s: float
+    lost: CheckpointError | None = None
 
 
 def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
@@ -90,7 +96,8 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     pulse = Pulse(accelerator)
     health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
-    saved_at, is_overdue = time.monotonic(), False
+    buffers = KeptBuffers(run.student)
+    saved_at, saved_step, is_overdue, lost = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
@@ -98,7 +105,8 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         batches = [micro_batch.batch for micro_batch in micro_batches]
         # Known before the first backward: under DeepSpeed that steps.
         own_count = float(sum(task.count(batch) for batch in batches))
-        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0)
+        by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
+        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0, by_clock)
         health.hear(heard.num_bad, heard.step - 1)
         if heard.num_asked:
             _stop(run, health, step - 1, stops.requested)
@@ -119,6 +127,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
+            buffers.follow(is_skipped)
             if run.average is not None:
                 run.average.update(is_skipped)
         health.note(
@@ -128,8 +137,9 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         timer.end_step()
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
-        elapsed_s = _agreed_elapsed_s(run, saved_at) if is_logged else 0.0
-        is_saved = is_due(recipe.checkpoint, step, run.last_step, elapsed_s) or (is_overdue and step < run.last_step)
+        # What was heard may have been said before the last save.
+        by_clock = heard.is_time and heard.step > saved_step
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, by_clock) or (is_overdue and step < run.last_step)
         if is_logged:
             metrics = {
                 "step": step,
@@ -148,12 +158,15 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
         is_overdue = is_saved and not health.is_well
         if is_saved and not is_overdue:
-            run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
-            saved_at = time.monotonic()
+            try:
+                run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+            except CheckpointError as error:
+                lost = error
+            saved_at, saved_step = time.monotonic(), step
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
-    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s())
+    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s(), lost)
 
 
 def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
@@ -295,11 +308,3 @@ def _loss_scale(run: Run) -> float | None:
     if run.mixed_precision == "fp16" and run.engine.startswith("deepspeed"):
         return float(run.student.optimizer.loss_scale)  # type: ignore[union-attr,arg-type]
     return None
-
-
-def _agreed_elapsed_s(run: Run, since: float) -> float:
-    """Rank 0's time since the last save, where anybody asks for it; the others' clocks do not count. Communicates."""
-    if run.recipe.checkpoint.every_minutes is None:
-        return 0.0
-    own = time.monotonic() - since if run.accelerator.is_main_process else 0.0
-    return float(run.accelerator.reduce(torch.full((), own, device=run.accelerator.device), "sum"))  # type: ignore[arg-type]

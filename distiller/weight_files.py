@@ -85,6 +85,26 @@ class WeightFiles:
             read_bytes(descriptor, part.view(torch.uint8), stored.start + first * width, stored.file)
             flat[first : first + len(part)].copy_(part)
 
+    def are_equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values. Holds pieces of them, 64 MiB at most."""
+        first, second = self.tensors[one], self.tensors[other]
+        if first.shape != second.shape:
+            return False
+        count = math.prod(first.shape)
+        step = _CHUNK_BYTES // max(first.dtype.itemsize, second.dtype.itemsize)
+        for start in range(0, count, step):
+            length = min(step, count - start)
+            pieces = [self._piece(stored, start, length) for stored in (first, second)]
+            if not torch.equal(*(piece.to(torch.promote_types(*(p.dtype for p in pieces))) for piece in pieces)):
+                return False
+        return True
+
+    def _piece(self, stored: StoredTensor, start: int, length: int) -> Tensor:
+        piece = torch.empty(length, dtype=stored.dtype)
+        offset = stored.start + start * stored.dtype.itemsize
+        read_bytes(self._descriptors[stored.file], piece.view(torch.uint8), offset, stored.file)
+        return piece
+
     def close(self) -> None:
         """Closes the files."""
         for descriptor in self._descriptors.values():

@@ -98,8 +98,8 @@ def recipe(folder: Path, pipeline: Path, **sections: Any) -> dict[str, Any]:
     base: dict[str, Any] = {
         "output_dir": str(folder / "run"),
         "seed": 3,
-        "task": {"height": 32, "width": 32},
-        "sampling": {"num_inference_steps": 3},
+        "task": {"height": 32, "width": 32, "num_frames": 1},
+        "sampling": {"num_inference_steps": 3, "guidance_scale": 1.0},
         "rollout": {"batch_size": 8},
         "teacher": {"path": str(pipeline)},
         "student": {"config": str(write_student_config(folder / "student.json"))},

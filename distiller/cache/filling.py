@@ -27,6 +27,7 @@ from distiller.micro_batch import LiveCollation, MicroBatch
 from distiller.process import settle_loader_worker
 from distiller.ranks import Ranks
 from distiller.roll_call import RollCall
+from distiller.stage_places import CACHED_STAGES
 from distiller.tasks.base import Task
 from distiller.teachers.base import Outputs, Teacher
 
@@ -213,7 +214,7 @@ def claim(folder: Path, key: Mapping[str, Any]) -> None:
         if file.is_file():
             check_key(folder, json.loads(file.read_text(encoding="utf-8"))["key"], key)
             return
-        if any(not entry.name.startswith(".") for entry in folder.iterdir()):
+        if any(not entry.name.startswith(".") and entry.name != CACHED_STAGES for entry in folder.iterdir()):
             raise UserError(f"teacher.cache: {folder} is not empty and is no cache; give a new folder")
     except (OSError, ValueError, KeyError, TypeError) as error:
         if isinstance(error, UserError):

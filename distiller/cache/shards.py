@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distiller.durable import sync_folder
+from distiller.durable import sync, sync_folder
 from distiller.errors import RunError
+from distiller.file_modes import follow_umask
 from distiller.teachers.base import Outputs
 from distiller.weight_files import StoredTensor, read_header
 
@@ -52,14 +53,14 @@ def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
     try:
         save_file(tensors, partial)
         with partial.open("rb") as stream:
-            os.fsync(stream.fileno())
-        os.chmod(partial, 0o644)
+            sync(stream.fileno())
+        follow_umask(partial)
         partial.replace(file)
         sync_folder(file.parent)
     except (OSError, SafetensorError) as error:
         raise RunError(
-            f"{file} cannot be written ({' '.join(str(error).split())}); free some of the disk: the same command goes "
-            "on with the files that are there"
+            f"{file} cannot be written ({' '.join(str(error).split())}); mend that, or free some of the disk: the same "
+            "command goes on with the files that are there"
         ) from error
 
 

@@ -16,6 +16,8 @@ StoredKind = Literal["weights", "exp_avg", "exp_avg_sq", "average"]
 
 FORMAT = "pieces-1"
 PROGRESS_FILE, LATEST_FILE = "progress.json", "latest"
+STEP_NAME = r"step-(0|[1-9]\d*)"
+"""What a checkpoint's folder is called, as a regular expression."""
 OLDER_NAMES = ("model.safetensors", "optimizer.pt", "engine", "average.safetensors", "scaler.json")
 """What checkpoints held before there were pieces; `optimizer.pt` and the files in `engine` are pickles."""
 
@@ -99,7 +101,7 @@ def split_key(key: str) -> tuple[str, str, int]:
 
 def steps_in(folder: Path) -> list[int]:
     """The steps of a `checkpoints` folder, ascending: a folder step-N was complete when it got its name."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in folder.glob("step-*"))
+    names = (re.fullmatch(STEP_NAME, path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
 
 

@@ -6,13 +6,14 @@ import bisect
 import hashlib
 import math
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from distiller.checkpoint.format import PROGRESS_FILE, Progress, StoredKind, parse_progress, split_key
+from distiller.checkpoint.format import PROGRESS_FILE, STEP_NAME, Progress, StoredKind, parse_progress, split_key
 from distiller.errors import UserError
 from distiller.weight_files import StoredTensor, read_bytes, read_header
 
@@ -72,12 +73,19 @@ class CheckpointReader:
 
 
 def read_progress_file(folder: Path) -> Progress:
-    """The folder's progress.json. UserError, with the file and the reason, where it is damaged or missing."""
+    """The folder's progress.json. UserError, with the file and the reason, where it is damaged or missing.
+
+    A folder step-N holds step N: a copy of, or a link to, another step's would pass for N updates of training.
+    """
     file = folder / PROGRESS_FILE
     try:
-        return parse_progress(file.read_text(encoding="utf-8"))
+        progress = parse_progress(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file} is damaged ({error})") from error
+    named = re.fullmatch(STEP_NAME, folder.name)
+    if named and int(named[1]) != progress.step:
+        raise UserError(f"{folder} is the checkpoint of step {progress.step}, copied or linked under another name")
+    return progress
 
 
 def find_damage(folder: Path, progress: Progress, share: int, num_shares: int) -> str | None:

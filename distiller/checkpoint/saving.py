@@ -7,16 +7,20 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from torch import Tensor
+
 from distiller.average import MovingAverage
 from distiller.checkpoint.format import Identity, Progress, StoredFile, StoredKind, steps_in
+from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.checkpoint.writing import Place, Writing, lacking
-from distiller.errors import AgreedError, UserError
+from distiller.errors import AgreedError, CheckpointError, UserError
 from distiller.ranks import Ranks
 from distiller.student_state.base import KINDS, Piece, StudentState
 
-EXPORT_FOLDER = "export"
+_OLDER_EXPORT_FOLDER = "export"
+"""Where an older version put the student's pieces when there was no last checkpoint."""
 _HEADER_BYTES = 2**20
 """Room for what is not tensors: headers, notes and progress.json."""
 
@@ -53,7 +57,7 @@ class Checkpoints:
 
     def remove_stale(self) -> None:
         """Removes what runs that died left half-written. Rank 0 calls it, before anything is saved."""
-        for partial in (*self._folder.glob(".*.partial"), *self._folder.glob(EXPORT_FOLDER)):
+        for partial in (*self._folder.glob(".*.partial"), *self._folder.glob(_OLDER_EXPORT_FOLDER)):
             shutil.rmtree(partial)
 
     def save(self, step: int, skipped_steps: int, wait: bool = False) -> None:
@@ -65,10 +69,10 @@ class Checkpoints:
         Args:
             step: updates done.
             skipped_steps: of these, the ones that an fp16 scaler skipped.
-            wait: return when the checkpoint is complete on the disk; AgreedError when it cannot be.
+            wait: return when the checkpoint is complete on the disk; CheckpointError when it cannot be.
         """
         self.finish()
-        place = self._begin(self._folder / f"step-{step}", self._keep, [*KINDS, "average"])
+        place = self._begin(self._folder / f"step-{step}")
         if isinstance(place, Place):
             self._under_way = self._write(place, step, skipped_steps, _keep_quiet if wait else self._announce)
             failure = self._finish() if wait else None
@@ -79,7 +83,7 @@ class Checkpoints:
         if failure is not None:
             self.num_failed += 1
             if wait:
-                raise AgreedError(f"the checkpoint was not written: {failure}; {self._what_is_left()}")
+                raise CheckpointError(f"the checkpoint was not written: {failure}; {self._what_is_left()}")
 
     def finish(self) -> None:
         """Waits until no save is under way. Every rank calls it. Communicates."""
@@ -101,24 +105,22 @@ class Checkpoints:
         self._ranks.wait()
         return progress.skipped_steps
 
-    def pieces_of_result(self, step: int) -> Path:
-        """A folder of which a `CheckpointReader` reads the trained student: `step-N` if it is there, else a new one.
+    def saved_result(self, step: int) -> Path | None:
+        """The folder of `step-N`, of which a `CheckpointReader` reads the trained student; None if there is none.
 
-        Every rank calls it, when the last save is finished. Communicates. AgreedError when it cannot be written.
+        Communicates.
         """
         saved = self._folder / f"step-{step}"
-        if self._ranks.from_main(saved.is_dir):
-            return saved
+        return saved if self._ranks.from_main(saved.is_dir) else None
+
+    def gathered_result(self) -> dict[str, Tensor]:
+        """The trained student's whole tensors (CPU) on rank 0, {} on the others, without any file.
+
+        Every rank calls it, when the last save is finished. Communicates. AgreedError where a rank lacks the memory.
+        """
         kind: StoredKind = "weights" if self._average is None else "average"
-        place = self._begin(self._folder / EXPORT_FOLDER, None, [kind])
-        if isinstance(place, Place):
-            self._under_way = self._write(place, step, 0, _keep_quiet)
-            failure = self._finish()
-        else:
-            failure = place
-        if failure is not None:
-            raise AgreedError(f"the student's weights were not written: {failure}")
-        return self._folder / EXPORT_FOLDER
+        self._ranks.all_succeed(lambda: self._snapshot.take(self._pieces([kind])))
+        return whole_on_main(self._snapshot, self._state.shapes, self._ranks)
 
     def _open(self, step: int) -> CheckpointReader:
         folder = self._folder / f"step-{step}"
@@ -132,11 +134,14 @@ class Checkpoints:
                 )
         return reader
 
-    def _begin(self, target: Path, keep: int | None, kinds: list[StoredKind]) -> Place | str:
+    def _begin(self, target: Path) -> Place | str:
         """Takes the snapshot and makes the folder; or says why there is no use in writing."""
-        self._ranks.all_succeed(lambda: self._snapshot.take(self._pieces(kinds)))
+        try:
+            self._ranks.all_succeed(lambda: self._snapshot.take(self._pieces([*KINDS, "average"])))
+        except AgreedError as error:
+            return f"{target}: {error}"
         num_bytes = sum(self._ranks.gather(self._snapshot.num_bytes + _HEADER_BYTES))
-        place = Place(target, keep, num_bytes)
+        place = Place(target, self._keep, num_bytes)
         refusal = self._ranks.from_main(lambda: _make_room(place))
         return place if refusal is None else refusal
 

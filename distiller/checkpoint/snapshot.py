@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from distiller.checkpoint.format import StoredFile, StoredKind, piece_key
+from distiller.durable import sync
 from distiller.student_state.base import Piece
 from distiller.weight_files import DTYPES
 
@@ -23,7 +23,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
-class _Entry:
+class Entry:
+    """A piece in a snapshot: `count` elements, whose bytes begin at `first_byte` of all."""
+
     key: str
     dtype: torch.dtype
     count: int
@@ -37,16 +39,16 @@ class Snapshot:
     """
 
     def __init__(self, device: torch.device, buffer_bytes: int = BUFFER_BYTES) -> None:
-        self._device, self._buffer_bytes = device, buffer_bytes
+        self._device, self.buffer_bytes = device, buffer_bytes
         self._locks_pages = device.type == "cuda"
         self._buffers: list[Tensor] = []
-        self._entries: list[_Entry] = []
+        self.entries: list[Entry] = []
         self.num_bytes = 0
 
     @property
     def held_bytes(self) -> int:
         """Host memory of the buffers."""
-        return len(self._buffers) * self._buffer_bytes
+        return len(self._buffers) * self.buffer_bytes
 
     def reserve(self, num_bytes: int) -> None:
         """Allocates for this many bytes now: page-locking takes a second for some GiB."""
@@ -55,32 +57,39 @@ class Snapshot:
 
     def take(self, pieces: Iterable[tuple[StoredKind, Piece]]) -> None:
         """Copies pieces in place of what was here, and returns when they are in host memory."""
-        self._entries, self.num_bytes = [], 0
+        self.entries, self.num_bytes = [], 0
         for kind, piece in pieces:
             values = piece.values.detach()
             key = piece_key(kind, piece.name, piece.start)
-            self._entries.append(_Entry(key, values.dtype, values.numel(), self.num_bytes))
+            self.entries.append(Entry(key, values.dtype, values.numel(), self.num_bytes))
             self._copy(values.contiguous().view(torch.uint8))
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
+
+    def parts(self) -> Iterator[Tensor]:
+        """All bytes in order, buffer by buffer: 1-D uint8 views of at most `buffer_bytes`."""
+        for number, buffer in enumerate(self._buffers):
+            count = min(self.buffer_bytes, self.num_bytes - number * self.buffer_bytes)
+            if count > 0:
+                yield buffer[:count]
 
     def write(self, file: Path) -> StoredFile:
         """Writes a safetensors file; it is on the disk when this returns, but for its folder's entry."""
         digest, size = hashlib.sha256(), 0
         with file.open("wb", buffering=0) as stream:
-            for part in (self._header(), *self._parts()):
+            for part in (self._header(), *(memoryview(part.numpy()) for part in self.parts())):
                 digest.update(part)
                 size += len(part)
                 view = memoryview(part)
                 while view:
                     view = view[stream.write(view) :]
-            os.fsync(stream.fileno())
+            sync(stream.fileno())
         return StoredFile(size, digest.hexdigest())
 
     def _allocate(self) -> Tensor:
         if self._locks_pages:
             try:
-                return _page_locked(self._buffer_bytes)
+                return _page_locked(self.buffer_bytes)
             except RuntimeError as error:
                 self._locks_pages = False
                 reason = str(error).splitlines()[0]
@@ -90,15 +99,15 @@ class Snapshot:
                     file=sys.stderr,
                     flush=True,
                 )
-        return torch.empty(self._buffer_bytes, dtype=torch.uint8)
+        return torch.empty(self.buffer_bytes, dtype=torch.uint8)
 
     def _copy(self, values: Tensor) -> None:
         """Appends bytes; a piece may lie across two buffers."""
         done = 0
         while done < len(values):
             self.reserve(self.num_bytes + 1)
-            number, offset = divmod(self.num_bytes, self._buffer_bytes)
-            count = min(len(values) - done, self._buffer_bytes - offset)
+            number, offset = divmod(self.num_bytes, self.buffer_bytes)
+            count = min(len(values) - done, self.buffer_bytes - offset)
             target = self._buffers[number][offset : offset + count]
             target.copy_(values[done : done + count], non_blocking=True)
             done, self.num_bytes = done + count, self.num_bytes + count
@@ -110,17 +119,11 @@ class Snapshot:
                 "shape": [entry.count],
                 "data_offsets": [entry.first_byte, entry.first_byte + entry.count * entry.dtype.itemsize],
             }
-            for entry in self._entries
+            for entry in self.entries
         }
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
         return len(text).to_bytes(8, "little") + text
-
-    def _parts(self) -> Iterator[memoryview]:
-        for number, buffer in enumerate(self._buffers):
-            count = min(self._buffer_bytes, self.num_bytes - number * self._buffer_bytes)
-            if count > 0:
-                yield memoryview(buffer.numpy())[:count]
 
 
 def _page_locked(num_bytes: int) -> Tensor:

@@ -39,11 +39,11 @@ class Place:
     """Where a checkpoint is to be, how many stay beside it, and what all ranks together will write.
 
     Attributes:
-        keep: newest checkpoints that stay; None for a folder that is not one of them.
+        keep: newest checkpoints that stay.
     """
 
     target: Path
-    keep: int | None
+    keep: int
     num_bytes: int
 
     @property
@@ -138,10 +138,9 @@ class Writing:
         remove(target)
         partial.rename(target)
         sync_folder(target.parent)
-        if self._place.keep is not None:
-            write_durably(target.parent / LATEST_FILE, target.name)
-            sync_folder(target.parent)
-            self._remove_old(self._place.keep)
+        write_durably(target.parent / LATEST_FILE, target.name)
+        sync_folder(target.parent)
+        self._remove_old(self._place.keep)
         return None
 
     def _remove_old(self, keep: int) -> None:

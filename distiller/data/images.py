@@ -11,31 +11,44 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from distiller.data.folders import files_below
+from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture, unread_note
 from distiller.errors import RunError, UserError
 
-SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
+METADATA = "metadata.jsonl"
 
 
-def find_images(folder: Path) -> list[tuple[Path, str]]:
-    """(file, caption) pairs in a stable order: the order of metadata.jsonl, else by name. Raises UserError."""
+def find_images(folder: Path) -> tuple[list[tuple[Path, str]], list[str]]:
+    """(file, caption) pairs in a stable order (that of metadata.jsonl, else by name), and notes on files left out.
+
+    Raises UserError.
+    """
     if not os.path.isdir(folder):
         raise UserError(f"data.path: {folder} is not a folder; data.kind=images needs a folder of images")
-    metadata = folder / "metadata.jsonl"
-    pairs = _from_metadata(metadata) if metadata.is_file() else _from_text_files(folder)
+    files, metadata = files_below(folder), folder / METADATA
+    if metadata.is_file():
+        pairs = _from_metadata(metadata)
+        notes = _unnamed(files, pairs)
+    else:
+        pairs = _from_text_files([file for file in files if is_picture(file)])
+        notes = []
+    note = unread_note(file for file in files if not is_picture(file) and file.suffix not in (".txt", ".jsonl"))
     if not pairs:
-        raise UserError(f"data.path: {folder} holds no captioned image; supported are {', '.join(sorted(SUFFIXES))}")
+        found = f" ({note.removeprefix('data.path: ')})" if note else ""
+        raise UserError(
+            f"data.path: {folder} holds no captioned image; supported are {', '.join(sorted(SUFFIXES))}{found}"
+        )
     for image, caption in pairs:
         if not caption:
             raise UserError(f"data.path: the caption of {image.name} is empty; write one, or remove the image")
-    return pairs
+    return pairs, notes if note is None else [*notes, note]
 
 
 def load_image(file: Path, height: int, width: int) -> Tensor:
     """An image, scaled to cover height x width and cut at the centre: [3, H, W] float32 in [-1, 1]."""
     try:
-        with Image.open(file) as image:
-            image = image.convert("RGB")
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        image = Image.fromarray(open_picture(file, num_channels=3))
+    except UnreadablePictureError as error:
         raise RunError(f"{file} is not a readable image ({error}); replace or remove it") from error
     scale = max(height / image.height, width / image.width)
     size = (max(width, round(image.width * scale)), max(height, round(image.height * scale)))
@@ -65,9 +78,15 @@ def _from_metadata(file: Path) -> list[tuple[Path, str]]:
     return pairs
 
 
-def _from_text_files(folder: Path) -> list[tuple[Path, str]]:
+def _unnamed(files: list[Path], pairs: list[tuple[Path, str]]) -> list[str]:
+    named = {os.path.normpath(image) for image, _ in pairs}
+    count = sum(is_picture(file) and os.path.normpath(file) not in named for file in files)
+    return [f"data.path: pictures that {METADATA} does not name and that are left out: {count}"] if count else []
+
+
+def _from_text_files(images: list[Path]) -> list[tuple[Path, str]]:
     pairs = []
-    for image in sorted(path for path in folder.rglob("*") if path.suffix.lower() in SUFFIXES):
+    for image in images:
         caption = image.with_suffix(".txt")
         if not caption.is_file():
             raise UserError(f"data.path: {image.name} has no caption; add {caption.name} or a metadata.jsonl")

@@ -28,7 +28,11 @@ NUM_LOOKED_AT, BYTES_LOOKED_AT = 16, 4096
 
 
 class LatentStore:
-    """Reads samples one by one, memory-mapped; opens its files anew in every loader process."""
+    """Reads samples one by one, memory-mapped; opens its files anew in every loader process.
+
+    Attributes:
+        files: in the order of their samples.
+    """
 
     def __init__(self, folder: Path) -> None:
         """Checks the folder by its files' headers. Raises UserError."""
@@ -38,14 +42,14 @@ class LatentStore:
             )
         self.folder = folder
         self.prompts = read_numbered_prompts(folder / PROMPTS_FILE)
-        self._files = sorted(folder.glob("*.safetensors"))
-        if not self._files:
+        self.files = sorted(file for file in folder.glob("*.safetensors") if not file.name.startswith("."))
+        if not self.files:
             raise UserError(f"data.path: {folder} holds no .safetensors file; put the tensor 'latents' into one")
         self._ends: list[int] = []
         self._prompt_index: list[int] = []
         self.shape: tuple[int, ...] = ()
         self.timesteps: Tensor | None = None
-        for file in self._files:
+        for file in self.files:
             self._read_header(file)
         if not len(self):
             raise UserError(f"data.path: {folder} holds 0 latents; give at least as many as one update takes")
@@ -63,7 +67,7 @@ class LatentStore:
     def digest(self) -> str:
         """Of the files' names and sizes and of some of their content, at evenly spaced places: they may be large."""
         found = hashlib.blake2b(digest_size=16)
-        for file in self._files:
+        for file in self.files:
             size = file.stat().st_size
             found.update(f"{file.name}:{size};".encode())
             with file.open("rb") as stream:
@@ -87,7 +91,7 @@ class LatentStore:
     def _read(self, sample_id: int, name: str, *axes: int) -> Tensor:
         shard = bisect_right(self._ends, sample_id)
         row = sample_id - (self._ends[shard - 1] if shard else 0)
-        file = self._files[shard]
+        file = self.files[shard]
         try:
             part = self._handle(file).get_slice(name)
             return part[(slice(row, row + 1), *(slice(axis, axis + 1) for axis in axes))].reshape(self.shape).float()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distiller.diffusion.architecture import LatentShape
+from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
 from distiller.digits import IMAGE_SIZE
@@ -61,11 +62,13 @@ def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
 def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
     """What is said where the student learns another guidance than the teacher draws with, by which it is judged."""
     guidance, sampling = recipe.task.guidance, recipe.sampling
-    if guidance.scale is None or isinstance(guidance.scale, tuple):
+    if guidance.scale is None:
+        return _unlearnt_guidance(recipe)
+    if isinstance(guidance.scale, tuple):
         return []
-    pairs = [("scale", guidance.scale, "guidance_scale", sampling.scales[0])]
+    pairs = [("scale", guidance.scale, "guidance_scale", scale_of(sampling.scales, (0,)))]
     if guidance.scale_2 is not None:
-        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", sampling.scales[1]))
+        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", scale_of(sampling.scales, (1,))))
     return [
         f"task.guidance.{key} is {learnt:g} and sampling.{other} {drawn:g}: rollout, samples and evaluation have the "
         "teacher draw at the second, and the student learns the first; set both alike to compare them"
@@ -74,9 +77,22 @@ def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
     ]
 
 
+def _unlearnt_guidance(recipe: DiffusionRecipe) -> list[str]:
+    """A warning where the student will be guided by predictions that it has never been trained to make."""
+    scale, second = recipe.sampling.scales[0], recipe.sampling.guidance_scale_2
+    if scale <= 1 or recipe.task.targets == "stored" or recipe.task.condition_dropout:
+        return []
+    keys = f"task.guidance.scale={scale:g}" + (f" and scale_2={second:g}" if second is not None else "")
+    return [
+        f"warning: drawings are guided (sampling.guidance_scale {scale:g}) and the student learns predictions with a "
+        "prompt alone: those without one, by which it is then guided, stay untrained; set "
+        f"{keys}, and it learns guided predictions and draws in one pass, or task.condition_dropout=0.1"
+    ]
+
+
 def check_judge(recipe: DiffusionRecipe) -> None:
     """The judge of digits looks at pictures of one size."""
-    size = recipe.task.height, recipe.task.width
+    size = recipe.task.size[1:]
     if recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):
         raise UserError(
             f"evaluation.judge=digits looks at {IMAGE_SIZE} x {IMAGE_SIZE} pictures, given task.height {size[0]} "

@@ -46,6 +46,19 @@ class Conditions:
             (seed, purpose, tuple(sample_ids)),
         )
 
+    def split(self, size: int) -> list[Conditions]:
+        """Parts of so many samples, the last of what is left; they view this one's tensors."""
+        seed, purpose, sample_ids = self.seeds
+        return [
+            Conditions(
+                self.noise[first : first + size],
+                {name: value[first : first + size] for name, value in self.positive.items()},
+                self.negative,
+                (seed, purpose, sample_ids[first : first + size]),
+            )
+            for first in range(0, len(self.noise), size)
+        ]
+
     def generators(self) -> list[torch.Generator]:
         """One for each sample, new each time: all that draw from these conditions see the same noise on the way."""
         seed, purpose, sample_ids = self.seeds

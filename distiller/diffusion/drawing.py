@@ -67,7 +67,7 @@ def guided_predictor(
     conditions: Conditions,
     scales: tuple[float, float],
 ) -> Predict:
-    """The teacher as the pipeline's loop sees it: `u + scale * (c - u)` above scale 1, else the conditional pass.
+    """The teacher as the pipeline's loop sees it: `u + scale * (c - u)`, at scale 1 (`scale_of`) the conditional pass.
 
     Args:
         scales: of the first network, and of the second where there is one.
@@ -76,14 +76,29 @@ def guided_predictor(
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:
         count = len(sample_ids)
         modules = network.route([float(timestep)] * count)
-        scale = scales[modules[0] if modules else 0]
-        negative = expanded(conditions.negative, count) if scale > 1 else None
-        wanted = (PREDICTION, UNCONDITIONAL) if scale > 1 else (PREDICTION,)
+        scale = scale_of(scales, modules)
+        negative = expanded(conditions.negative, count) if scale != 1 else None
+        wanted = (PREDICTION, UNCONDITIONAL) if scale != 1 else (PREDICTION,)
         inputs = inputs_of(latents, timestep.float().expand(count), conditions.positive, negative)
         outputs = teacher.predict([Request(tuple(sample_ids), inputs, wanted, modules)])[0]
-        return guide(outputs[PREDICTION], outputs[UNCONDITIONAL], scale) if scale > 1 else outputs[PREDICTION]
+        return guide(outputs[PREDICTION], outputs[UNCONDITIONAL], scale) if scale != 1 else outputs[PREDICTION]
 
     return predict
+
+
+def scale_of(scales: tuple[float, float], modules: Sequence[int]) -> float:
+    """The guidance scale of a step whose samples are predicted by `modules` (those of `DiffusionNetwork.route`).
+
+    1 where the step needs the conditional pass alone: the pipelines decide by the first network's scale whether they
+    guide at all (only above 1), and then guide the second network by its own scale, whatever it is.
+    """
+    return scales[modules[0] if modules else 0] if scales[0] > 1 else 1.0
+
+
+def count_passes(process: NoiseProcess, network: DiffusionNetwork, num_steps: int, scales: tuple[float, float]) -> int:
+    """How many forward passes one sample takes that is drawn by `guided_predictor`."""
+    routes = (network.route([timestep]) for timestep in process.timesteps(num_steps))
+    return sum(1 if scale_of(scales, modules) == 1 else 2 for modules in routes)
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

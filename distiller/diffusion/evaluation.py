@@ -24,7 +24,7 @@ from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.samples import draw_student, student_predictor, student_scales
 from distiller.diffusion.text import embed
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.teachers.base import Request, Teacher
 
 NUM_BANDS = 4
@@ -54,7 +54,7 @@ def _embed(
     family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> Embedded:
     encoder, length = family.load_text_encoder(dtype, device), family.text_length(recipe.task)
-    size = recipe.evaluation.batch_size
+    size = filled(recipe.evaluation.batch_size)
 
     def on_cpu(texts: Sequence[str]) -> dict[str, Tensor]:
         return {name: value.cpu() for name, value in embed(family, encoder, texts, length).items()}
@@ -94,7 +94,7 @@ def compare(
     pipeline = family.load_pipeline(pair.student)
     pipeline.set_progress_bar_config(disable=True)
     vae, errors = family.load_vae(device), _Errors(process)
-    shape = family.latent_shape(recipe.task.num_frames, recipe.task.height, recipe.task.width)
+    shape = family.latent_shape(*recipe.task.size)
     final_errors: list[float] = []
     recognised: dict[str, list[bool]] = {"teacher": [], "student": []}
     speed: dict[str, float] = {}
@@ -119,7 +119,7 @@ def compare(
         speed = speed or _speed(pair, conditions, device)
     report: dict[str, Any] = {
         "num_samples": first,
-        "num_inference_steps": recipe.sampling.num_inference_steps,
+        "num_inference_steps": recipe.sampling.num_steps,
         f"{process.quantity}_mse": errors.by_band(),
         f"{process.quantity}_mse_last_step": errors.last_step(),
         f"{process.quantity}_relative": errors.relative(),
@@ -169,7 +169,7 @@ def _teacher_trajectory(pair: Pair, conditions: Conditions, errors: _Errors) -> 
     """The teacher's latents; what the student predicts at each of its points goes into `errors`."""
     sampling, count = pair.recipe.sampling, len(conditions.noise)
     predict = guided_predictor(pair.teacher, pair.network, range(count), conditions, sampling.scales)
-    trajectory = draw(predict, pair.process, conditions, sampling.num_inference_steps, keep_points=True)
+    trajectory = draw(predict, pair.process, conditions, sampling.num_steps, keep_points=True)
     student_predict = student_predictor(pair.network, pair.student, conditions, student_scales(pair.recipe))
     with torch.no_grad():
         for step, timestep in enumerate(trajectory.timesteps):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +18,7 @@ from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
 from distiller.diffusion.vae import Vae
 from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
+from distiller.errors import UserError
 
 Condition = dict[str, Tensor]
 """What one prompt becomes: `text` [n, D], and other tensors of one shape for all prompts."""
@@ -41,6 +44,17 @@ class Family(ABC):
         """Raises UserError for a pipeline that its class allows and the task does not."""
         self.files = files
         self.check_files()
+
+    @property
+    def name(self) -> str:
+        """Of the pipeline's class."""
+        return self.pipeline_class.__name__
+
+    @property
+    def call_defaults(self) -> dict[str, Any]:
+        """What the pipeline's call takes for arguments that it is not given."""
+        parameters = inspect.signature(self.pipeline_class.__call__).parameters
+        return {name: parameter.default for name, parameter in parameters.items()}
 
     @property
     def teacher_config(self) -> dict[str, Any]:
@@ -69,6 +83,14 @@ class Family(ABC):
         """Raises UserError for a saved student whose own pipeline says that it predicts something else."""
 
     @abstractmethod
+    def own_size(self) -> tuple[int, int, int]:
+        """Frames, height and width that the pipeline draws when it is not told. Raises UserError."""
+
+    @abstractmethod
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        """Frames, height and width of latents of this shape: the inverse of `latent_shape`."""
+
+    @abstractmethod
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
         """Of a sample of so many frames and pixels; UserError for a size that the pipeline cannot draw."""
 
@@ -79,6 +101,30 @@ class Family(ABC):
     @abstractmethod
     def text_length(self, task: DiffusionOptions) -> int:
         """Rows that the pipeline gives each prompt's text."""
+
+    @abstractmethod
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        """How many tokens of a text, special ones among them, each tokenizer keeps; `length` as in `stack`."""
+
+    @abstractmethod
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        """Prompts as the pipeline hands them to its tokenizers."""
+
+    def load_tokenizers(self) -> dict[str, Any]:
+        """The pipeline's tokenizers by their folders, as it loads them. Reads no weights. Raises UserError."""
+        names = [name for name in self.text_parts if name.startswith("tokenizer")]
+        root, tokenizers = self.files.fetch(*names), {}
+        for name in names:
+            try:
+                library, kind = self.files.index[name]
+                tokenizers[name] = getattr(import_module(library), kind).from_pretrained(root / name)
+            except Exception as error:
+                # Their loaders raise whatever a damaged file makes them stumble over.
+                raise UserError(
+                    f"teacher.path: {self.files.location.given}: its {name} cannot be loaded "
+                    f"({type(error).__name__}: {error}); copy the folder again"
+                ) from error
+        return tokenizers
 
     @abstractmethod
     def text_key(self) -> dict[str, Any]:

@@ -40,11 +40,11 @@ class NoiseProcess(ABC):
         """Of a sampler's timestep."""
         return timestep / self.num_train_timesteps
 
-    def num_predictions(self, num_steps: int) -> int:
-        """How often drawing in so many steps asks the network; some samplers ask more often than they step."""
+    def timesteps(self, num_steps: int) -> list[float]:
+        """Where drawing in so many steps asks the network; some samplers ask more often than they step."""
         scheduler = self.load_scheduler()
         self.begin(scheduler, num_steps, torch.device("cpu"))
-        return len(scheduler.timesteps)
+        return scheduler.timesteps.float().tolist()
 
     @abstractmethod
     def check_task(self, task: DiffusionOptions) -> None:

@@ -10,10 +10,12 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
-from distiller.hub import download, looks_like_hub_id
+from distiller.hub import download, is_other_form, looks_like_hub_id
 from distiller.resources import local_path
+from distiller.saved_model import diffusers_files, transformers_files
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
 
@@ -82,9 +84,12 @@ class PipelineFiles:
         return self.root
 
     def digest(self, *parts: str) -> str:
-        """The content digest of whole component folders (weights included)."""
+        """The content digest of whole component folders (weights included), but for files that are never read.
+
+        What else was ever downloaded into the hub's cache would decide, and a copy of the folder would differ.
+        """
         root = self.fetch(*parts)
-        return digest_files(file for part in parts for file in (root / part).rglob("*") if file.is_file())
+        return digest_files(file for part in parts for file in files_below(root / part) if not is_other_form(file.name))
 
 
 def locate(teacher: Teacher) -> Location:
@@ -137,25 +142,20 @@ def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved diffusers model: those that its index names, or its only one."""
-    index = folder / "diffusion_pytorch_model.safetensors.index.json"
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    whole = folder / "diffusion_pytorch_model.safetensors"
-    return [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    """The safetensors files of a saved diffusers model that the library reads. UserError where there are none."""
+    return diffusers_files(folder, str(folder))
 
 
 def check_weights(folder: Path, origin: str) -> None:
     """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
-    files = set(folder.glob("*.safetensors"))
-    for index in folder.glob("*.safetensors.index.json"):
-        try:
-            files |= {folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{origin}: {folder.name}/{index.name} is not readable JSON with a weight_map") from error
-    if not files:
-        raise UserError(f"{origin}: {folder.name} holds no weights in safetensors (other formats are not read)")
-    for file in sorted(files):
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        # A student's weights lie beside a config that has been read; a part's are read by its library.
+        config = {}
+    of_library = transformers_files if "model_type" in config else diffusers_files
+    files = of_library(folder, f"{origin}: {folder.name}")
+    for file in files:
         try:
             with safe_open(file, framework="pt"):
                 pass

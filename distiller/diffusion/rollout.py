@@ -17,13 +17,13 @@ from tqdm import tqdm
 from distiller.data.latents import PROMPTS_FILE
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
+from distiller.diffusion.drawing import draw, guided_predictor, scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.shards import save_whole
 from distiller.diffusion.text import TextStore, answers_key
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.ranks import Ranks
 from distiller.roll_call import RollCall
 from distiller.stages import Stage, digest_of
@@ -32,12 +32,20 @@ from distiller.teachers.base import Teacher
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt."""
+    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt.
+
+    Attributes:
+        text_rows: each prompt's row in the text store, which holds prompts that stand more than once in one row.
+        num_predictions: steps of one sample.
+        num_passes: forward passes of one sample.
+    """
 
     prompts: tuple[str, ...]
+    text_rows: tuple[int, ...]
     latent_shape: LatentShape
     recipe: DiffusionRecipe
     num_predictions: int
+    num_passes: int
 
     @property
     def num_samples(self) -> int:
@@ -59,8 +67,7 @@ class RolloutPlan:
     @property
     def num_forwards(self) -> int:
         """Network passes over one sample."""
-        passes = 2 if max(self.recipe.sampling.scales) > 1 else 1
-        return self.num_samples * self.num_predictions * passes
+        return self.num_samples * self.num_passes
 
     def stage(self, family: Family, text_stage: Stage, dtype: torch.dtype) -> Stage:
         """The stage with its key: everything that the latents depend on. Reads the teacher's files for their digest."""
@@ -80,6 +87,15 @@ class RolloutPlan:
             "latent_shape": self.latent_shape,
             "seed": self.recipe.seed,
         }
+        if self.text_rows != tuple(range(len(self.prompts))):
+            # Older folders of such prompts hold latents of other texts: prompt n was drawn from row n.
+            key["text_rows"] = digest_of(list(self.text_rows))
+        if family.files.boundary_ratio is not None:
+            scales = self.recipe.sampling.scales
+            by_expert = scale_of(scales, (0,)), scale_of(scales, (1,))
+            if by_expert != tuple(max(1.0, scale) for scale in scales):
+                # In older folders each expert was guided where its own scale is above 1.
+                key["scales"] = by_expert
         return Stage("rollout", key, self.recipe.stages_dir)
 
 
@@ -94,7 +110,7 @@ class Drawing:
     family: Family
     process: NoiseProcess
     text: TextStore
-    negative_prompt_index: int
+    negative_row: int
 
 
 def roll_out(drawing: Drawing, stage: Stage) -> None:
@@ -113,7 +129,7 @@ def roll_out(drawing: Drawing, stage: Stage) -> None:
 
 def _roll_out(drawing: Drawing, stage: Stage) -> None:
     plan, ranks, recipe = drawing.plan, drawing.ranks, drawing.plan.recipe
-    size = recipe.rollout.batch_size
+    size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
     missing: list[int] = ranks.from_main(
         lambda: [number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]
@@ -160,13 +176,13 @@ def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
     plan, family, text, recipe = drawing.plan, drawing.family, drawing.text, drawing.plan.recipe
     length = family.text_length(recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
-    positive = family.stack([text[index] for index in prompt_index], length)
-    negative = family.stack([text[drawing.negative_prompt_index]], length)
+    positive = family.stack([text[plan.text_rows[index]] for index in prompt_index], length)
+    negative = family.stack([text[drawing.negative_row]], length)
     conditions = Conditions.make(
         recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.ranks.device
     )
     predict = guided_predictor(drawing.teacher, drawing.network, sample_ids, conditions, recipe.sampling.scales)
-    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_inference_steps, plan.keeps_points)
+    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

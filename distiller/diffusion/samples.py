@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from torch import Tensor
 
 from distiller.diffusion.architecture import Architecture
 from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor
+from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor, scale_of
 from distiller.diffusion.family import expanded
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.vae import Vae
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.errors import UserError
 from distiller.picture import labelled_grid
 from distiller.teachers.base import Teacher
@@ -49,16 +49,30 @@ def draw_teacher(
     teacher: Teacher, network: DiffusionNetwork, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
 ) -> Tensor:
     """The teacher's latents [B, C, F, H, W]; may communicate, as its placement does."""
-    predict = guided_predictor(teacher, network, range(len(conditions.noise)), conditions, recipe.sampling.scales)
-    return draw(predict, process, conditions, recipe.sampling.num_inference_steps).latents
+
+    def predictor(part: Conditions) -> Predict:
+        return guided_predictor(teacher, network, range(len(part.noise)), part, recipe.sampling.scales)
+
+    return _draw_in_parts(predictor, process, recipe, conditions)
 
 
 def draw_student(
     network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
 ) -> Tensor:
     """The student's latents [B, C, F, H, W], in float32; `network` is the teacher's."""
-    predict = student_predictor(network, student, conditions, student_scales(recipe))
-    return draw(predict, process, conditions, recipe.sampling.num_inference_steps).latents
+
+    def predictor(part: Conditions) -> Predict:
+        return student_predictor(network, student, part, student_scales(recipe))
+
+    return _draw_in_parts(predictor, process, recipe, conditions)
+
+
+def _draw_in_parts(
+    predictor: Callable[[Conditions], Predict], process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
+) -> Tensor:
+    """Draws `evaluation.batch_size` samples at once: ten large ones need not fit."""
+    parts = conditions.split(filled(recipe.evaluation.batch_size))
+    return torch.cat([draw(predictor(part), process, part, recipe.sampling.num_steps).latents for part in parts])
 
 
 def student_predictor(
@@ -76,10 +90,9 @@ def student_predictor(
 
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:
         times = timestep.float().expand(len(latents))
-        modules = network.route([float(timestep)])
-        scale = scales[modules[0] if modules else 0]
+        scale = scale_of(scales, network.route([float(timestep)]))
         conditional = architecture.forward(student, latents, times, positive)
-        if scale <= 1:
+        if scale == 1:
             return conditional
         return guide(conditional, architecture.forward(student, latents, times, negative), scale)
 

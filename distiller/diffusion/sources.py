@@ -12,9 +12,11 @@ from torch import Tensor
 
 from distiller.data.images import find_images
 from distiller.data.latents import LatentStore
+from distiller.data.pictures import READER, check_size
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.drawing import count_passes
 from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
@@ -37,6 +39,7 @@ class Source:
         prompts: of all samples, a prompt each or more samples of one.
         num_samples: an epoch's.
         data_digest: changes with the prompts, and with latents or pictures (with these by name and size).
+        notices: what of the data is left out, a line each.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Source:
         self._recipe, self._family, self._network = recipe, family, network
         self._process, self._latent_shape = process, latent_shape
         data, path = recipe.data, local_path(recipe.data.path)
+        self.notices: list[str] = []
         if data.kind == "prompts":
             self.prompts = read_prompts(path)[: data.max_samples]
             per_prompt = recipe.rollout.samples_per_prompt if recipe.rollout.enabled else 1
@@ -59,10 +63,12 @@ class Source:
         elif data.kind == "images":
             if recipe.task.num_frames != 1:
                 raise UserError(f"data.kind=images needs task.num_frames=1, given {recipe.task.num_frames}; change it")
-            self._images = find_images(path)[: data.max_samples]
+            images, notes = find_images(path)
+            self.notices += notes
+            self._images = images[: data.max_samples]
             self.prompts = [caption for _, caption in self._images]
             self.num_samples = len(self._images)
-            sizes = [(os.path.relpath(file, path), file.stat().st_size) for file, _ in self._images]
+            sizes = [(os.path.relpath(file, path), check_size(file)) for file, _ in self._images]
             self.data_digest = digest_of([self.prompts, sizes])
         else:
             store = LatentStore(path)
@@ -77,7 +83,7 @@ class Source:
         recipe = self._recipe
         self._text_stage = self._encode(ranks, self._texts, dtype)
         # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
-        self._sample_stage = self._encode(ranks, list(recipe.evaluation.sample_prompts) or [""], dtype)
+        self._sample_stage = self._encode(ranks, self._sample_texts, dtype)
         self._rollout_stage: Stage | None = None
         if recipe.data.kind == "images":
             # Before the teacher is there: the VAE's activations are large.
@@ -98,8 +104,8 @@ class Source:
         text_stage = self._text_stage_of(self._texts, dtype)
         key: dict[str, Any] = {"text": text_stage.key}
         if recipe.data.kind == "latents":
-            files = local_path(recipe.data.path).glob("*.safetensors")
-            key["latents"] = {"files": digest_files(files), "samples": self.num_samples}
+            store = LatentStore(local_path(recipe.data.path))
+            key["latents"] = {"files": digest_files(store.files), "samples": self.num_samples}
         elif recipe.data.kind == "images":
             key["latents"] = self._image_stage().key
         elif recipe.rollout.enabled:
@@ -108,13 +114,11 @@ class Source:
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         """The first folder of embeddings or latents that has not been made; made on other hardware they differ."""
-        text = self._text_stage_of(self._texts, dtype)
-        stages = [text]
-        if self._recipe.data.kind == "images":
-            stages.append(self._image_stage())
-        elif self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
-            stages.append(self._plan().stage(self._family, text, dtype))
-        return next((stage.folder for stage in stages if not stage.is_complete), None)
+        return next((stage.folder for stage in self._stages_of_data(dtype) if not stage.is_complete), None)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        """What a cache of predictions holds beside them."""
+        return [*self._stages_of_data(dtype), self._text_stage_of(self._sample_texts, dtype)]
 
     def load(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
@@ -154,6 +158,19 @@ class Source:
     def prompt_of(self, sample_id: int) -> str:
         """The prompt of a sample."""
         return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
+
+    @property
+    def _sample_texts(self) -> list[str]:
+        return list(self._recipe.evaluation.sample_prompts) or [""]
+
+    def _stages_of_data(self, dtype: torch.dtype) -> list[Stage]:
+        """Those that hold embeddings and latents of the data, whether or not they have been made."""
+        text = self._text_stage_of(self._texts, dtype)
+        if self._recipe.data.kind == "images":
+            return [text, self._image_stage()]
+        if self._recipe.data.kind == "prompts" and self._recipe.rollout.enabled:
+            return [text, self._plan().stage(self._family, text, dtype)]
+        return [text]
 
     def _text_of(self, prompt: str) -> Condition:
         if prompt in self._row:
@@ -199,13 +216,14 @@ class Source:
         stage, task = self._image_stage(), self._recipe.task
 
         def make() -> None:
-            encode_images(stage, self._images, self._family.load_vae(ranks.device), task.height, task.width)
+            encode_images(stage, self._images, self._family.load_vae(ranks.device), *task.size[1:])
 
         stage.make_once(ranks.is_local_main, make)
 
     def _image_stage(self) -> Stage:
-        images, size = self._images, (self._recipe.task.height, self._recipe.task.width)
+        images, size = self._images, self._recipe.task.size[1:]
         key = {
+            "reader": READER,
             "vae": self._family.files.digest("vae"),
             # File by file: pictures of two folders may share a name, and a sample is known by its place.
             "pictures": digest_of([[digest_files([file]), caption] for file, caption in images]),
@@ -215,8 +233,11 @@ class Source:
         return Stage("images", key, self._recipe.stages_dir)
 
     def _plan(self) -> RolloutPlan:
-        num_predictions = self._process.num_predictions(self._recipe.sampling.num_inference_steps)
-        return RolloutPlan(tuple(self.prompts), self._latent_shape, self._recipe, num_predictions)
+        sampling, process = self._recipe.sampling, self._process
+        num_predictions = len(process.timesteps(sampling.num_steps))
+        num_passes = count_passes(process, self._network, sampling.num_steps, sampling.scales)
+        rows = tuple(self._row[prompt] for prompt in self.prompts)
+        return RolloutPlan(tuple(self.prompts), rows, self._latent_shape, self._recipe, num_predictions, num_passes)
 
     def _check_shape(self, store: LatentStore) -> None:
         if store.shape != self._latent_shape:

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
 from distiller.diffusion.shards import save_whole
+from distiller.stage_places import StagePlaces
 from distiller.stages import Stage, digest_of
 
 FORMAT = 2
@@ -24,7 +25,7 @@ BATCH_PROMPTS = 64
 
 
 def text_stage(
-    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, parent: Path
+    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, places: Path | StagePlaces
 ) -> Stage:
     """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
     key: dict[str, Any] = {
@@ -36,7 +37,7 @@ def text_stage(
         "prompts": digest_of(list(prompts)),
         **family.text_key(),
     }
-    return Stage("text", key, parent)
+    return Stage("text", key, places)
 
 
 def answers_key(stage: Stage) -> dict[str, Any]:

@@ -7,11 +7,12 @@ from typing import Any, final
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
+from distiller.language.renaming import Renaming
 
 LOGIT_CHANGES = (
     *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
@@ -35,6 +36,10 @@ class Anatomy:
         block_prefix: what the blocks' names begin with in the body, such as `layers.`.
         head_names: names in the whole model of the output weight; of tied weights, the input embedding's as well.
         head_bias: the name of the output bias, or None.
+        body_prefix: what the names of the body begin with in the whole model, such as `model.`.
+        shapes: of all tensors of the whole model that are saved, by their names.
+        tied_names: those of them that are another one.
+        renaming: what the tensors of its files are called.
     """
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
@@ -63,7 +68,7 @@ class Anatomy:
             raise UserError(
                 f"{origin}: {type(whole).__name__} is not a stack of blocks below one linear output layer; give another"
             )
-        self._whole, self._prefix = whole, f"{whole.base_model_prefix}."
+        self._whole, self.body_prefix = whole, f"{whole.base_model_prefix}."
         list_name, blocks = lists[0]
         self.num_blocks, self.block_prefix, self.block_class = len(blocks), f"{list_name}.", type(blocks[0]).__name__
         self.num_blocks_of_all_kinds = _num_blocks_of_all_kinds(config, blocks)
@@ -72,14 +77,16 @@ class Anatomy:
         own = f"{names[id(head)]}.weight"
         self.head_names = tuple(dict.fromkeys([own, whole.all_tied_weights_keys.get(own, own)]))
         self.head_bias = None if head.bias is None else f"{names[id(head)]}.bias"
-        parts = (self._prefix, *self.head_names, *([self.head_bias] if self.head_bias else []))
+        parts = (self.body_prefix, *self.head_names, *([self.head_bias] if self.head_bias else []))
         if others := [name for name, _ in whole.named_parameters() if not name.startswith(parts)]:
             raise UserError(
                 f"{origin}: {type(whole).__name__} has {others[0]} between its blocks and its output layer, which this "
                 "task cannot apply; give a model without it"
             )
-        self._known = set(dict(whole.named_parameters())) | set(whole.state_dict())
-        self._ignored = [*(whole._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq"]
+        self.shapes = {name: tuple(value.shape) for name, value in whole.state_dict().items()}
+        self.tied_names = frozenset(whole.all_tied_weights_keys)
+        self._body_parts = {name for name, _ in body.named_children()}
+        self.renaming = Renaming(whole)
 
     @property
     def is_tied(self) -> bool:
@@ -102,6 +109,11 @@ class Anatomy:
         """Of the whole model."""
         return [name for name, _ in self._whole.named_parameters()]
 
+    def kept_in_float32(self, dtype: torch.dtype) -> list[str]:
+        """Regular expressions of the tensors that the library keeps in float32 in a model of another dtype."""
+        plan = self._whole._get_dtype_plan(dtype)
+        return [name.replace("*", ".*") for name, kept in plan.items() if kept == torch.float32]
+
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
         with init_empty_weights():
@@ -110,37 +122,40 @@ class Anatomy:
         return whole
 
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
-        """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it."""
-        with init_empty_weights():
-            body: Any = new_model(self.config, self.trusts_code).base_model
-        for module in body.modules():
+        """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it.
+
+        In float32 stays what the library keeps in it, such as the bias by which a router chooses its experts.
+        """
+        whole = self.new_skeleton()
+        kept = self.kept_in_float32(dtype)
+        body: Any = whole.base_model
+        changed: dict[int, Tensor] = {}
+        for prefix, module in body.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.is_meta and tensor.is_floating_point():
-                        changed = tensor.detach().to(dtype)
+                    if tensor is None or not tensor.is_meta or not tensor.is_floating_point():
+                        continue
+                    if id(tensor) not in changed:
+                        full = f"{self.body_prefix}{prefix}.{name}"
+                        own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else dtype
+                        value = tensor.detach().to(own)
                         is_parameter = table is module._parameters
-                        table[name] = nn.Parameter(changed, requires_grad=False) if is_parameter else changed
+                        changed[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+                    # A tensor of several names stays one.
+                    table[name] = changed[id(tensor)]
         return body.eval()
-
-    def whole_name(self, stored: str) -> str | None:
-        """What a tensor of the files is called in the whole model; None for what the library ignores.
-
-        Files of a model that was saved as a body alone (GPT-2's on the hub) lack the prefix.
-        """
-        for name in (stored, f"{self._prefix}{stored}"):
-            if name in self._known:
-                return name
-        if any(re.search(pattern, stored) for pattern in self._ignored):
-            return None
-        return stored
 
     def body_name(self, stored: str) -> str | None:
         """What a tensor of the files is called in the body; None for the output layer's and what is ignored."""
-        name = self.whole_name(stored)
-        if name is None or name.startswith(self._prefix):
-            return name and name.removeprefix(self._prefix)
-        # An unknown name goes on as it is, so that it is reported.
-        return None if name in self._known else name
+        name = self.renaming.name(stored)
+        if name is None or name.startswith(self.body_prefix):
+            return name and name.removeprefix(self.body_prefix)
+        # An unknown name of the body goes on as it is, so that it is reported.
+        return name if name not in self.shapes and self.is_of_body(name) else None
+
+    def is_of_body(self, name: str) -> bool:
+        """Whether a tensor, known or not, belongs to the body: files of a body saved alone lack its prefix."""
+        return name.startswith(self.body_prefix) or name.partition(".")[0] in self._body_parts
 
 
 def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:

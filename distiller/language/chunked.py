@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distiller.language.divergences import SparseTarget
+from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds
 from distiller.language.objective import Objective, compiled_token_losses, token_losses
 
 CHUNK_BYTES = 512 * 2**20
@@ -37,9 +38,17 @@ class HiddenTarget(NamedTuple):
     bias: Tensor | None = None
     """[V'], the weight's dtype."""
 
+    change: LogitChange = PLAIN
+    """What the teacher does to the layer's logits."""
+
+    @staticmethod
+    def of(hidden: Tensor, head: Head) -> HiddenTarget:
+        """The teacher by its output layer."""
+        return HiddenTarget(hidden, head.weight, head.bias, head.change)
+
 
 class LogitsTarget(NamedTuple):
-    """The teacher's logits, where they exist anyway."""
+    """The teacher's logits, where they exist anyway, as the model itself gives them."""
 
     logits: Tensor
     """[N, V'], any floating dtype."""
@@ -64,6 +73,9 @@ class TokenSums(NamedTuple):
 
     tokens: int
 
+    unused: Tensor
+    """-log of the student's probability on ids that stand for a token; 0 where all do."""
+
 
 def chunked_loss(
     hidden: Tensor,
@@ -74,17 +86,22 @@ def chunked_loss(
     objective: Objective,
     *,
     bias: Tensor | None = None,
+    change: LogitChange = PLAIN,
+    ids: TokenIds | None = None,
     chunk_tokens: int | None = None,
     compile: bool | None = None,
 ) -> TokenSums:
     """The objective of N tokens from the student's last hidden states.
 
-    Vocabularies of different size: the divergence (and `agreeing`) compares the first min(V, V') ids, over which both
-    softmaxes are then taken (V' of a sparse target is its `vocabulary`); the cross-entropy is that of all V ids of the
-    student. The products run in the autocast dtype where autocast is on, else in that of `hidden`; everything between
-    them in float32; the weight's gradient gathers in float32 and is cast once. Under `torch.no_grad` no gradient is
-    made. Tokens that do not count are left out before the products, and whatever their hidden states, logits and labels
-    hold has no effect.
+    Vocabularies of different size: with `ids`, everything is compared over the ids that stand for a token, over which
+    all softmaxes are then taken, and the student's other ids are kept down by a term of their own (`unused`). Without,
+    the divergence (and `agreeing`) compares the first min(V, V') ids (V' of a sparse target is its `vocabulary`), and
+    the cross-entropy is that of all V ids of the student.
+
+    The products run in the autocast dtype where autocast is on, else in that of `hidden`; everything between them in
+    float32; the weight's gradient gathers in float32 and is cast once. Under `torch.no_grad` no gradient is made.
+    Tokens that do not count are left out before the products, and whatever their hidden states, logits and labels hold
+    has no effect.
 
     Nothing communicates: a weight that an engine has sharded must be gathered by the caller. The host waits for the
     device once, to learn which tokens count, and not at all where `mask` lies on the CPU.
@@ -93,10 +110,12 @@ def chunked_loss(
         hidden: [N, H], floating.
         weight: [V, H], floating, on the device of `hidden`, as are `bias`, `target` and `labels`.
         target: the teacher, N rows, on the device of `hidden`; it gets no gradient.
-        labels: [N] int64; in [0, min(V, V')) where the mask is true, anything elsewhere (such as -100).
+        labels: [N] int64; ids of both models where the mask is true, anything elsewhere (such as -100).
         mask: [N] bool, on any device: the tokens that count. None may.
         objective: what is summed.
         bias: [V], floating.
+        change: what the student does to the output layer's logits.
+        ids: those that stand for a token; both models have them, and a sparse target is over `ids.size`. None = all.
         chunk_tokens: tokens at a time; by default as many as `CHUNK_BYTES` allow.
         compile: whether what happens between the products is compiled (once for each objective and shape; by default
             on CUDA). Every chunk then has the same shape: the last one is filled up with rows that do not count.
@@ -114,6 +133,9 @@ def chunked_loss(
         chunk_tokens or default_chunk_tokens(weight.shape[0]),
         hidden.device.type == "cuda" if compile is None else compile,
         _product_dtype(hidden),
+        change,
+        None if ids is None else ids.size,
+        None if ids is None else ids.absence(hidden.device),
     )
     with torch.autocast(hidden.device.type, enabled=False):
         needs_gradient = any(tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
@@ -122,7 +144,7 @@ def chunked_loss(
         else:
             sums = _run(hidden, weight, bias, call, _Gradients(None, None, None))
             loss = _mixed(objective, sums)
-    return TokenSums(loss, sums[0], sums[1], sums[2], len(rows))
+    return TokenSums(loss, sums[0], sums[1], sums[2], len(rows), sums[3])
 
 
 def default_chunk_tokens(vocabulary: int) -> int:
@@ -146,6 +168,9 @@ class _Call:
     chunk_tokens: int
     compile: bool
     dtype: torch.dtype
+    change: LogitChange
+    num_ids: int | None
+    absent: Tensor | None
 
     @property
     def gradient_scale(self) -> float:
@@ -167,7 +192,7 @@ class _Gradients(NamedTuple):
 
 @final
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss, and the sums without gradients [3]."""
+    """The loss, and the sums without gradients [4]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
@@ -200,8 +225,8 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, gradients: _Gradients) -> Tensor:
-    """The sums [3]: divergence, cross-entropy, agreeing tokens. Adds to `gradients`."""
-    sums = torch.zeros(3, device=hidden.device)
+    """The sums [4]: divergence, cross-entropy, agreeing tokens, unused. Adds to `gradients`."""
+    sums = torch.zeros(4, device=hidden.device)
     weight = weight.to(call.dtype)
     bias = None if bias is None else bias.to(call.dtype)
     size = call.chunk_tokens if call.compile else min(call.chunk_tokens, max(len(call.rows), 1))
@@ -227,13 +252,16 @@ def _run_chunk(
     counts = torch.arange(height, device=rows.device) < num_rows
     chunk = hidden[rows].to(call.dtype)
     logits = _logits(chunk, weight, bias, height)
-    teacher = _teacher_rows(call.target, rows, filled, height, weight.shape[0])
+    num_shared = weight.shape[0] if call.num_ids is None else call.num_ids
+    teacher = _teacher_rows(call.target, rows, filled, height, num_shared)
+    of_teacher = call.target.change if isinstance(call.target, HiddenTarget) else PLAIN
     wants_gradient = any(gradient is not None for gradient in gradients)
     evaluate = compiled_token_losses() if call.compile else token_losses
     scale = call.gradient_scale
     # What fills a chunk up is the first token of all, which may not count: its label need be no id.
     labels = call.labels[filled].masked_fill(~counts, 0)
-    sums, by_logits = evaluate(logits, teacher, labels, counts, call.objective, wants_gradient, scale)
+    about_ids = call.num_ids, call.absent, call.change, of_teacher
+    sums, by_logits = evaluate(logits, teacher, labels, counts, call.objective, wants_gradient, scale, *about_ids)
     if by_logits is None:
         return sums
     by_logits = by_logits[:num_rows]
@@ -257,16 +285,17 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) ->
     return logits
 
 
-def _teacher_rows(
-    target: Target, rows: Tensor, filled: Tensor, height: int, student_vocabulary: int
-) -> Tensor | SparseTarget:
-    """The teacher's logits of these rows over the shared ids, or their part of a sparse target; `height` rows."""
+def _teacher_rows(target: Target, rows: Tensor, filled: Tensor, height: int, num_shared: int) -> Tensor | SparseTarget:
+    """The layer's logits of these rows over at most the first `num_shared` ids, or their part of a sparse target.
+
+    `height` rows.
+    """
     if isinstance(target, SparseTarget):
         return target.rows(filled)
     if isinstance(target, LogitsTarget):
-        return target.logits[filled, :student_vocabulary]
-    weight = target.weight[:student_vocabulary]
-    bias = None if target.bias is None else target.bias[:student_vocabulary]
+        return target.logits[filled, :num_shared]
+    weight = target.weight[:num_shared]
+    bias = None if target.bias is None else target.bias[:num_shared]
     return _logits(target.hidden[rows].to(weight.dtype), weight, bias, height)
 
 
@@ -295,4 +324,4 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _mixed(objective: Objective, sums: Tensor) -> Tensor:
-    return objective.weight * sums[0] + (1 - objective.weight) * sums[1]
+    return objective.weight * sums[0] + (1 - objective.weight) * sums[1] + sums[3]

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.language import divergences
-from distiller.language.chunked import HiddenTarget, default_chunk_tokens
+from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.counted import CountedBatch
 from distiller.language.divergences import SparseTarget
-from distiller.language.network import Head
+from distiller.language.logits import Head
 from distiller.language.objective import Objective
 from distiller.language.stored import StoredForm, target_of
 from distiller.language.trained import LanguageStudent, Lesson
@@ -60,8 +60,8 @@ def compare_forms(
         batches, outputs: micro-batches on the device, and the live teacher's answers.
     """
     assert objective.weight == 1, "the labels' cross-entropy is the same under every form"
-    vocabulary = head.weight.shape[0]
-    live = [HiddenTarget(*target) for target in (target_of(of, head, vocabulary) for of in outputs)]
+    vocabulary = len(head.weight)
+    live = [target_of(of, head, vocabulary) for of in outputs]
     expected, gradient = _measure(student, objective, batches, live)
     figures = {}
     for name, form in forms.items():
@@ -106,7 +106,7 @@ def _measure(
     student: LanguageStudent,
     objective: Objective,
     batches: Sequence[CountedBatch],
-    targets: Sequence[HiddenTarget | SparseTarget],
+    targets: Sequence[Target],
 ) -> tuple[Tensor, Tensor]:
     """The divergence of each learnt token [N] and the gradient of their sum, flat; both float64 on the CPU."""
     student.zero_grad(set_to_none=True)
@@ -125,19 +125,15 @@ def _values(student: LanguageStudent, objective: Objective, lesson: Lesson) -> T
     body = student.model.base_model
     hidden = body(input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)
-    output = student.model.get_output_embeddings()
+    ours: Head = student.model.get_output_embeddings().head
     counting, values = lesson.counts.nonzero().squeeze(1).to(hidden.device), []
-    for rows in counting.split(default_chunk_tokens(output.weight.shape[0])):
-        logits = F.linear(hidden[rows], output.weight, output.bias)
+    for rows in counting.split(default_chunk_tokens(len(ours.weight))):
+        logits = ours.logits(hidden[rows])
         target, divergence, temperature = lesson.target, objective.divergence, objective.temperature
         if isinstance(target, SparseTarget):
-            shared = logits[:, : target.vocabulary]
-            values.append(divergences.sparse_divergence(divergence, shared, target.rows(rows), temperature))
+            values.append(divergences.sparse_divergence(divergence, logits, target.rows(rows), temperature))
         else:
             assert isinstance(target, HiddenTarget)
-            teacher = F.linear(target.hidden[rows].to(target.weight.dtype), target.weight, target.bias)
-            shared = min(logits.shape[1], teacher.shape[1])
-            values.append(
-                divergences.dense_divergence(divergence, logits[:, :shared], teacher[:, :shared], temperature)
-            )
+            teacher = Head(target.weight, target.bias, target.change, ours.ids).logits(target.hidden[rows])
+            values.append(divergences.dense_divergence(divergence, logits, teacher, temperature))
     return torch.cat(values).double().cpu()

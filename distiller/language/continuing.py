@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
-from distiller.language.network import HIDDEN, Head
+from distiller.language.logits import Head
+from distiller.language.network import HIDDEN
 from distiller.teachers.base import Request, Teacher
 
 HiddenOf = Callable[[LanguageBatch], Tensor]
@@ -33,8 +34,7 @@ def continue_greedily(
     for _ in range(num_tokens):
         hidden = hidden_of(as_batch(rows, pad_id).map(lambda tensor: tensor.to(head.weight.device)))
         ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
-        last = hidden[torch.arange(len(rows), device=hidden.device), ends].to(head.weight.dtype)
-        logits = torch.nn.functional.linear(last, head.weight, head.bias)
+        logits = head.logits(hidden[torch.arange(len(rows), device=hidden.device), ends])
         for row, token in zip(rows, logits.argmax(1).tolist(), strict=True):
             row.append(token)
     return [row[len(beginning) :] for row, beginning in zip(rows, beginnings, strict=True)]

@@ -17,7 +17,7 @@ from distiller.language.batch import IGNORED, collate
 from distiller.language.batching import batches_by_length
 from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
 from distiller.language.continuing import HiddenOf
-from distiller.language.network import Head
+from distiller.language.logits import Head
 from distiller.language.objective import Objective
 from distiller.language.rows import TextData
 
@@ -42,13 +42,15 @@ def compare(
 
     Returns:
         The perplexities (e to the mean cross-entropy), and of the trained student the mean KL divergence from the
-        teacher at temperature 1, in nats, and the share of tokens for which both find the same id likeliest.
+        teacher at temperature 1, in nats, and the share of tokens for which both find the same id likeliest. All are
+        over the ids that stand for a token; where the trained student has others, `unused_ids_probability` is what it
+        gives them together (1 minus the geometric mean of what is left).
     """
     device, objective = teacher.head.weight.device, Objective()
     lengths = rows.lengths
     batches = batches_by_length([lengths[number] for number in numbers], batch_tokens)
     losses, seconds = dict.fromkeys(["teacher", *students], 0.0), dict.fromkeys(["teacher", *students], 0.0)
-    divergence = agreeing = 0.0
+    divergence = agreeing = unused = 0.0
     num_tokens = 0
     for places in tqdm(batches, desc="evaluate", unit="batch", dynamic_ncols=True):
         batch = collate([rows[0, numbers[place]] for place in places], pad_id)
@@ -68,17 +70,19 @@ def compare(
             if number:
                 losses[name] += cross_entropy_sum(hidden[name], reader.head, labels, counts)
                 continue
-            target = HiddenTarget(hidden["teacher"], *teacher.head)
+            target, head = HiddenTarget.of(hidden["teacher"], teacher.head), reader.head
             with torch.no_grad():
-                sums = chunked_loss(
-                    hidden[name], reader.head.weight, target, labels, counts, objective, bias=reader.head.bias
-                )
+                options = {"bias": head.bias, "change": head.change, "ids": head.ids}
+                sums = chunked_loss(hidden[name], head.weight, target, labels, counts, objective, **options)
             losses[name] += float(sums.cross_entropy)
             divergence, agreeing = divergence + float(sums.divergence), agreeing + float(sums.agreeing)
+            unused += float(sums.unused)
     report: dict[str, Any] = {"num_rows": len(numbers), "num_tokens": num_tokens}
     report |= {f"{name}_perplexity": math.exp(min(loss / num_tokens, 700)) for name, loss in losses.items()}
     report |= {"kl_divergence": divergence / num_tokens, "top1_agreement": agreeing / num_tokens}
-    trained = next(iter(students))
+    trained, head = next(iter(students.items()))[0], next(iter(students.values())).head
+    if head.ids is not None and head.ids.num_unused(len(head.weight)):
+        report["unused_ids_probability"] = -math.expm1(-unused / num_tokens)
     report |= {
         f"{name}_tokens_per_s": sum(lengths[n] for n in numbers) / seconds[name] for name in ("teacher", trained)
     }
@@ -90,6 +94,5 @@ def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, counts: Tensor
     """The sum over tokens that count, from hidden states [N, H]; logits exist for one chunk at a time."""
     total, rows = 0.0, counts.nonzero().squeeze(1).to(hidden.device)
     for part in rows.split(default_chunk_tokens(head.weight.shape[0])):
-        logits = torch.nn.functional.linear(hidden[part].to(head.weight.dtype), head.weight, head.bias)
-        total += float(divergences.cross_entropy(logits, labels[part]).sum())
+        total += float(divergences.cross_entropy(head.logits(hidden[part]), labels[part]).sum())
     return total

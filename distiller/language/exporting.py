@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,8 +16,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from distiller.errors import UserError
 from distiller.language.continuing import students_hidden
 from distiller.language.evaluation import Reader
-from distiller.language.files import LanguageFiles
-from distiller.language.network import Head
+from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 
 COMPANIONS = (
@@ -28,10 +26,11 @@ COMPANIONS = (
 """What goes into an exported student beside its config and weights."""
 
 
-def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping[str, Tensor], folder: Path) -> None:
-    """Writes the model, tied weights once, and its tokenizer: its own, or the teacher's.
+def export_student(student: StudentModel, tokenizer_folder: Path, state: Mapping[str, Tensor], folder: Path) -> None:
+    """Writes the model, tied weights once, and the tokenizer by which it was trained.
 
     Args:
+        tokenizer_folder: where that lies.
         state: of `LanguageStudent`; a tied tensor may have one of its names only.
     """
     model = student.skeleton().to_empty(device="cpu")
@@ -41,17 +40,12 @@ def export_student(student: StudentModel, teacher: LanguageFiles, state: Mapping
     lacking = set(report.missing_keys) - set(student.anatomy.head_names)
     assert not lacking and not report.unexpected_keys, f"a checkpoint of another student: {report}"
     model.save_pretrained(folder)
-    has_own = student.files is not None and student.files.tokenizer is not None
-    root = student.files.root if student.files is not None and has_own else teacher.root
-    for file in sorted({file for pattern in COMPANIONS for file in root.glob(pattern)}):
+    for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
         shutil.copyfile(file, folder / file.name)
-    for file in folder.iterdir():
-        # safetensors creates its files for the owner only.
-        os.chmod(file, 0o644)
 
 
-def read_exported(run_dir: Path, trusts_code: bool, device: torch.device) -> Reader:
-    """The exported student of a run, in float32. Raises UserError when the run has none."""
+def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
+    """The exported student of a run, in float32; see `reader_of`. Raises UserError when the run has none."""
     folder = run_dir / "student"
     if not (folder / "config.json").is_file():
         raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
@@ -66,11 +60,14 @@ def read_exported(run_dir: Path, trusts_code: bool, device: torch.device) -> Rea
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
-    return reader_of(model, device)
+    return reader_of(model, device, change, ids)
 
 
-def reader_of(model: Any, device: torch.device) -> Reader:
-    """A model of the library that is only read."""
+def reader_of(model: Any, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
+    """A model of the library that is only read.
+
+    `change` is what it does to its output layer's logits, `ids` are those that stand for a token.
+    """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()
-    return Reader(students_hidden(model), Head(output.weight, output.bias))
+    return Reader(students_hidden(model), Head(output.weight, output.bias, change, ids))

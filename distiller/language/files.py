@@ -10,16 +10,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, final
 
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
-from distiller.hub import download, looks_like_hub_id
+from distiller.hub import download, looks_like_hub_id, stored_names
 from distiller.language.anatomy import Anatomy
+from distiller.language.converted import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.gguf import GgufModel
+from distiller.language.tying import tied_as_stored
 from distiller.resources import find_model_file
-from distiller.stages import digest_files
-from distiller.weight_files import read_header
+from distiller.saved_model import refuse_adapter, transformers_files
+from distiller.stage_places import StagePlaces
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """What is read of a repository before its weights."""
@@ -36,6 +38,7 @@ class LanguageFiles:
         anatomy: what its config describes.
         tokenizer: the library's, as it lies beside the model; None where there is none.
         fetch: makes the weights present on this machine (downloads or converts them) and returns their folder.
+        stages_dir: where weights are kept that the library changes while it loads them.
     """
 
     origin: str
@@ -43,14 +46,15 @@ class LanguageFiles:
     anatomy: Anatomy
     tokenizer: Any
     fetch: Callable[[], Path]
+    stages_dir: Path
 
     def weight_files(self) -> list[Path]:
-        """Its safetensors files, complete."""
-        return weight_files(self.fetch(), self.origin)
-
-    def digest(self) -> str:
-        """The content digest of config and weights."""
-        return digest_files([self.root / "config.json", *self.weight_files()])
+        """Safetensors files with the tensors of its module, complete: its own, or what the library makes of them."""
+        folder = self.fetch()
+        files = transformers_files(folder, self.origin)
+        if reads_directly(self.anatomy, headers_of(files)):
+            return files
+        return converted_files(self.anatomy, folder, files, self.stages_dir, self.origin)
 
 
 def find_model(
@@ -58,7 +62,7 @@ def find_model(
     path: str,
     revision: str | None,
     subfolder: str | None,
-    stages_dir: Path,
+    stages_dir: Path | StagePlaces,
     trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
@@ -78,17 +82,15 @@ def find_model(
         config = read_config(gguf.description / "config.json", origin, trusts_code)
         tokenizer = read_tokenizer(gguf.description, trusts_code)
         # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
-        fetch_converted = partial(gguf.convert, is_maker=True)
-        return LanguageFiles(origin, gguf.description, Anatomy(config, trusts_code, origin), tokenizer, fetch_converted)
-    inside = f"{subfolder}/" if subfolder else ""
-    if os.path.isdir(local):
+        fetch = partial(gguf.convert, is_maker=True)
+        anatomy = Anatomy(config, trusts_code, origin)
+        return LanguageFiles(origin, gguf.description, anatomy, tokenizer, fetch, stages_dir)
+    inside, is_folder = f"{subfolder}/" if subfolder else "", os.path.isdir(local)
+    if is_folder:
         if revision is not None:
             raise UserError(f"{section}.revision is {revision} and {section}.path {path} a folder; remove it")
         root = local / inside
-
-        def fetch() -> Path:
-            return root
-
+        fetch = partial(Path, root)
     elif os.path.exists(local):
         raise UserError(f"{origin} is a file; give the folder that holds config.json, or a GGUF file")
     elif not looks_like_hub_id(path):
@@ -99,10 +101,16 @@ def find_model(
         def fetch() -> Path:
             return download(section, path, revision, [f"{inside}*.safetensors", f"{inside}*.json"]) / inside
 
-    config = read_config(root / "config.json", origin, trusts_code)
-    if os.path.isdir(local):
-        weight_files(root, origin)
-    return LanguageFiles(origin, root, Anatomy(config, trusts_code, origin), read_tokenizer(root, trusts_code), fetch)
+    anatomy = Anatomy(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
+    refuse_adapter(root, origin)
+    if is_folder:
+        headers = headers_of(transformers_files(root, origin))
+        anatomy = tied_as_stored(anatomy, headers, lambda: transformers_files(root, origin), origin)
+        check_stored(anatomy, root, headers, origin)
+    elif anatomy.is_tied:
+        names = stored_names(path, revision, root, inside)
+        anatomy = tied_as_stored(anatomy, names, lambda: transformers_files(fetch(), origin), origin)
+    return LanguageFiles(origin, root, anatomy, read_tokenizer(root, trusts_code), fetch, stages_dir)
 
 
 def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
@@ -131,7 +139,8 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
-        return AutoConfig.for_model(**content)
+        # Infinities, which JSON has not, are objects in the file.
+        return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(content))
     except Exception as error:
         # Each of the library's configs checks its values with errors of its own kind.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -148,20 +157,3 @@ def read_tokenizer(folder: Path, trusts_code: bool) -> Any:
         raise UserError(
             f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
-
-
-def weight_files(folder: Path, origin: str) -> list[Path]:
-    """A saved model's safetensors files: those that its index names, or its only one. UserError where not complete."""
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    files = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{origin}: {index.name} is not readable JSON with a weight_map") from error
-        files = sorted(folder / name for name in names)
-    if not files:
-        raise UserError(f"{origin}: holds no weights in safetensors (other formats are not read)")
-    for file in files:
-        read_header(file)
-    return files

@@ -19,11 +19,16 @@ from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.integrations.gguf import read_gguf_metadata
 
 from distiller.errors import RunError, UserError
+from distiller.language.gguf_metadata import apply_metadata
+from distiller.language.gguf_rope import FACTOR_TENSORS
+from distiller.language.gguf_tensors import check_tensors, has_own_output, tensors_of
+from distiller.stage_places import StagePlaces
 from distiller.stages import Stage, digest_files
 
-FORMAT = 1
+FORMAT = 2
 """Of what is made of a file; another number is another key."""
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -45,7 +50,7 @@ class GgufModel:
         description: the folder with config.json and the tokenizer's files.
     """
 
-    def __init__(self, file: Path, stages_dir: Path) -> None:
+    def __init__(self, file: Path, stages_dir: Path | StagePlaces) -> None:
         """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
         if importlib.util.find_spec("gguf") is None:
             raise UserError(f"{file} needs the package gguf to be read; pip install gguf")
@@ -86,9 +91,8 @@ class GgufModel:
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
             config = AutoConfig.from_pretrained(folder, gguf_file=name, local_files_only=True)
-            with torch.device("meta"):
-                config.architectures = [type(AutoModelForCausalLM.from_config(config)).__name__]
-            pre_tokenizer = self._pre_tokenizer()
+            reader = importlib.import_module("gguf").GGUFReader(str(self._file))
+            metadata, _ = read_gguf_metadata(str(self._file))
         except Exception as error:
             # Whatever its readers make of a damaged file, or of a model that they do not know.
             why = " ".join(str(error).split())
@@ -96,6 +100,12 @@ class GgufModel:
                 f"{self._file} is not a complete GGUF file of a causal language model that transformers "
                 f"knows ({type(error).__name__}: {why})"
             ) from error
+        apply_metadata(config, metadata, tensors_of(reader, FACTOR_TENSORS), str(self._file))
+        config.tie_word_embeddings = config.tie_word_embeddings and not has_own_output(reader)
+        model = self._build(config)
+        config.architectures = [type(model).__name__]
+        check_tensors(reader, metadata["general.architecture"], model, str(self._file))
+        pre_tokenizer = metadata.get("tokenizer.ggml.pre", "")
         if pre_tokenizer in PRE_TOKENIZERS:
             assert isinstance(tokenizer, PreTrainedTokenizerFast)
             tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]()
@@ -105,26 +115,37 @@ class GgufModel:
         tokenizer.save_pretrained(stage.partial)
         stage.finish()
 
-    def _pre_tokenizer(self) -> str:
-        # Imported here, since it is an extra.
-        reader = importlib.import_module("gguf").GGUFReader(str(self._file))
-        field = reader.fields.get("tokenizer.ggml.pre")
-        return "" if field is None else str(field.contents())
+    def _build(self, config: Any) -> Any:
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(config)
+        except Exception as error:
+            # Its metadata describe what the library has no model for.
+            why = " ".join(str(error).split())
+            raise UserError(
+                f"{self._file}: transformers cannot build a model of its metadata ({type(error).__name__}: {why})"
+            ) from error
 
     def _convert(self, stage: Stage) -> None:
         # Under ZeRO-3 transformers would partition the weights over ranks, of which this one alone is here.
         unset_hf_deepspeed_config()
         try:
-            model = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self._file.parent,
                 gguf_file=self._file.name,
+                # The description's, since the library's own reading of the file drops some of what it says.
+                config=AutoConfig.from_pretrained(self.description),
                 dtype=torch.float32,
                 local_files_only=True,
+                output_loading_info=True,
                 **_whole_weights(),
             )
+            model, report = loaded
         except Exception as error:
             why = " ".join(str(error).split())
             raise RunError(f"{self._file}: the weights cannot be read ({type(error).__name__}: {why})") from error
+        if missing := sorted(report["missing_keys"]):
+            raise RunError(f"{self._file}: has no weights for {missing[0]}; convert the model again")
         state: dict[str, Tensor] = model.state_dict()
         dtype = exact_dtype(state)
         stage.partial.mkdir(parents=True, exist_ok=True)
@@ -141,9 +162,6 @@ class GgufModel:
             filename_pattern="model{suffix}.safetensors",
             metadata={"format": "pt"},
         )
-        for file in stage.partial.iterdir():
-            # safetensors creates its files for the owner only.
-            file.chmod(0o644)
         stage.finish()
 
 

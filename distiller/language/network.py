@@ -4,30 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, final
+from typing import final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distiller.capture import capture_outputs
 from distiller.errors import UserError
 from distiller.language.files import LanguageFiles
+from distiller.language.logits import Head, TokenIds
 from distiller.teachers.base import Call, Network, Outputs, Request
 from distiller.weight_files import WeightFiles
 
 BODY = "body"
 HIDDEN = "hidden"
 FEATURES = "features/"
-
-
-class Head(NamedTuple):
-    """The teacher's output layer: frozen, in `teacher.dtype`, on the rank's device."""
-
-    weight: Tensor
-    """[V, H]."""
-
-    bias: Tensor | None
-    """[V]."""
 
 
 @final
@@ -43,6 +34,8 @@ class LanguageNetwork(Network):
         self._files, self.origin, self.module_names = files, files.origin, (BODY,)
         self.rename = files.anatomy.body_name
         anatomy = files.anatomy
+        # Beyond the ids of tokens, what an output layer holds is padding, of which nothing need be true.
+        self.ids = TokenIds(anatomy.vocabulary) if files.tokenizer is None else TokenIds.of(files.tokenizer)
         self.parameters_beside = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
@@ -76,12 +69,15 @@ class LanguageNetwork(Network):
         """What `load_head` takes."""
         anatomy = self._files.anatomy
         columns = anatomy.hidden_size + (anatomy.head_bias is not None)
-        return anatomy.vocabulary * columns * dtype.itemsize
+        return min(self.ids.size, anatomy.vocabulary) * columns * dtype.itemsize
 
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
-        """Reads the output layer. Communicates nothing: every rank reads it. Raises UserError where it is missing."""
+        """Reads the output layer, and keeps the ids of tokens: frozen, in `teacher.dtype`.
+
+        Communicates nothing: every rank reads it. Raises UserError where it is missing.
+        """
         anatomy = self._files.anatomy
-        files = WeightFiles(self._files.weight_files(), anatomy.whole_name)
+        files = WeightFiles(self._files.weight_files(), anatomy.renaming.name)
         try:
             name = next((name for name in anatomy.head_names if name in files.tensors), None)
             if name is None:
@@ -99,4 +95,6 @@ class LanguageNetwork(Network):
                 files.read(anatomy.head_bias, bias)
         finally:
             files.close()
-        return Head(weight.to(device), None if bias is None else bias.to(device))
+        size = self.ids.size
+        bias = None if bias is None else bias[:size].to(device)
+        return Head(weight[:size].to(device), bias, ids=self.ids)

@@ -15,12 +15,15 @@ from torch import Tensor
 from distiller.errors import UserError, shown
 from distiller.language import divergences
 from distiller.language.divergences import Divergence, ForwardKL, SparseTarget
+from distiller.language.logits import PLAIN, LogitChange, without_absent
 
 
 @final
 @dataclass(frozen=True)
 class Objective:
-    """weight * temperature^2 * divergence + (1 - weight) * cross-entropy, summed over tokens.
+    """weight * temperature^2 * divergence + (1 - weight) * cross-entropy + unused, summed over tokens.
+
+    `unused` is -log of the student's probability on ids that stand for a token: what keeps the others down.
 
     Raises:
         UserError: a temperature that is not positive and finite, a weight outside [0, 1].
@@ -45,44 +48,73 @@ def token_losses(
     objective: Objective,
     wants_gradient: bool,
     gradient_scale: float,
+    num_ids: int | None = None,
+    absent: Tensor | None = None,
+    student_change: LogitChange = PLAIN,
+    teacher_change: LogitChange = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
     """What happens between the products.
 
     Args:
-        student: logits [C, V]. Rows that do not count may hold anything, here and below.
+        student: the output layer's logits [C, V]. Rows that do not count may hold anything, here and below.
         teacher: logits [C, V''] with V'' <= V, or a sparse target of C rows.
         labels: [C] int64.
         counts: [C] bool.
         objective: what is summed.
         wants_gradient: whether to make it.
         gradient_scale: what the gradient is multiplied by before it is rounded.
+        num_ids: ids that stand for a token are below it; V'' of the teacher. None = all do, and the divergence compares
+            the first V'', the cross-entropy all V.
+        absent: [num_ids] bool, true where an id below it stands for none; None = each stands for one.
+        student_change, teacher_change: what the models do to these logits; a sparse target is made of changed ones.
 
     Returns:
-        The sums [3] float32, and the gradient of the objective [C, V] in the student's dtype, or None.
+        The sums [4] float32 (divergence, cross-entropy, agreeing tokens, unused), and the gradient of the objective by
+        `student` [C, V] in its dtype, or None.
     """
     weight, temperature = objective.weight, objective.temperature
-    gradient = None
+    changed, gradient = student_change.apply(student), None
     if isinstance(teacher, SparseTarget):
-        shared = student if teacher.vocabulary is None else student[:, : teacher.vocabulary]
+        shared = changed if teacher.vocabulary is None else changed[:, : teacher.vocabulary]
         likeliest = teacher.ids.gather(1, teacher.weights.argmax(1, keepdim=True)).squeeze(1)
         compare, compare_with_gradient = divergences.sparse_divergence, divergences.sparse_divergence_and_gradient
     else:
-        shared = student[:, : teacher.shape[1]]
+        teacher = without_absent(teacher_change.apply(teacher), absent)
+        shared = changed[:, : teacher.shape[1]]
         likeliest = teacher.argmax(1)
         compare, compare_with_gradient = divergences.dense_divergence, divergences.dense_divergence_and_gradient
+    shared = without_absent(shared, absent)
     if wants_gradient and weight > 0:
         divergence, gradient = compare_with_gradient(objective.divergence, shared, teacher, temperature)
-        gradient = F.pad(weight * gradient, (0, student.shape[1] - shared.shape[1]))
+        gradient = _widened(weight * gradient, student)
     else:
         divergence = compare(objective.divergence, shared, teacher, temperature)
-    cross_entropy = divergences.cross_entropy(student, labels)
+    sayable = changed if num_ids is None else shared
+    # The label is looked up among what was given: looked up among what is computed, a compiler would store all of it.
+    of_labels = student_change.apply(student.gather(1, labels[:, None]).squeeze(1)).float()
+    cross_entropy = sayable.float().logsumexp(1) - of_labels
     if wants_gradient and weight < 1:
-        by_labels = (1 - weight) * divergences.cross_entropy_gradient(student, labels)
+        by_labels = _widened((1 - weight) * divergences.cross_entropy_gradient(sayable, labels), student)
         gradient = by_labels if gradient is None else gradient + by_labels
+    unused = torch.zeros_like(cross_entropy)
+    if num_ids is not None and (num_ids < student.shape[1] or absent is not None):
+        unused = changed.float().logsumexp(1) - sayable.float().logsumexp(1)
+        if wants_gradient:
+            by_unused = changed.float().softmax(1) - _widened(sayable.float().softmax(1), student)
+            gradient = by_unused if gradient is None else gradient + by_unused
     agreeing = (shared.argmax(1) == likeliest).float()
     # Chosen, not multiplied: a row that does not count may hold NaN.
-    sums = torch.stack([divergence, cross_entropy, agreeing]).masked_fill(~counts, 0).sum(1)
-    return sums, None if gradient is None else (gradient_scale * gradient).to(student.dtype)
+    sums = torch.stack([divergence, cross_entropy, agreeing, unused]).masked_fill(~counts, 0).sum(1)
+    if gradient is None:
+        return sums, None
+    if not student_change.is_plain:
+        gradient = gradient * student_change.slope(changed)
+    return sums, (gradient_scale * gradient).to(student.dtype)
+
+
+def _widened(gradient: Tensor, student: Tensor) -> Tensor:
+    """The gradient by the first ids, with zeros for the student's others."""
+    return F.pad(gradient, (0, student.shape[1] - gradient.shape[1]))
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from distiller.language_config import LanguageData
 from distiller.ranks import Ranks
 from distiller.stages import Stage, digest_of
 
-FORMAT = 2
+FORMAT = 3
 """Of the stage's files and of what is made of a document; another number is another key."""
 
 
@@ -31,9 +31,9 @@ class LanguageSource:
     Attributes:
         num_samples: rows to train on.
         data_digest: changes with anything that changes a row.
+        stage: with the documents' tokens.
         settings: what of it is no document, by the names of the recipe's keys.
         pad_id: what `collate` fills rows up with.
-        num_token_ids: ids that the tokenizer may give out are below this; a model needs as many embeddings.
     """
 
     def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
@@ -45,7 +45,7 @@ class LanguageSource:
         data: LanguageData = recipe.data
         self._data, corpus = data, open_corpus(data)
         tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
-        self.pad_id, self.num_token_ids = tokenizer.pad_id, tokenizer.num_ids
+        self.pad_id = tokenizer.pad_id
         try:
             digest = corpus.digest
         except OSError as error:
@@ -58,7 +58,7 @@ class LanguageSource:
             "max_samples": data.max_samples,
             "tokenizer": tokenizer.digest,
         }
-        stage = Stage("tokens", key, recipe.stages_dir)
+        self.stage = stage = Stage("tokens", key, recipe.stages_dir)
         try:
             # Whoever comes first: if its documents are wrong, the next one finds the same and says so, and none waits.
             stage.make_once(True, lambda: tokenise_corpus(stage, corpus, tokenizer, data.max_samples))

@@ -14,7 +14,8 @@ from distiller import draws
 from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.counted import CountedBatch
 from distiller.language.divergences import SparseTarget
-from distiller.language.network import FEATURES, HIDDEN, Head
+from distiller.language.logits import Head
+from distiller.language.network import FEATURES, HIDDEN
 from distiller.language.sparse import Records, SparseForm
 from distiller.teachers.base import Outputs
 
@@ -87,12 +88,15 @@ class TokenForm(StoredForm):
 
     needs_head = False
 
-    def __init__(self, form: SparseForm, seed: int) -> None:
-        self.form, self._seed = form, seed
+    def __init__(self, form: SparseForm, seed: int, absent: Sequence[int] = ()) -> None:
+        """`absent`: ids of the form's vocabulary that stand for no token."""
+        self.form, self._seed, self._absent = form, seed, list(absent)
 
     def describe(self) -> dict[str, Any]:
         form = self.form
-        described = {"kind": form.kind, "temperature": form.temperature, "vocabulary": form.vocabulary}
+        described: dict[str, Any] = {"kind": form.kind, "temperature": form.temperature, "vocabulary": form.vocabulary}
+        if self._absent:
+            described["absent"] = self._absent
         if form.kind != "sampled":
             described["k"] = form.k
         return described | ({} if form.kind == "topk" else {"samples": form.samples, "seed": self._seed})
@@ -104,7 +108,7 @@ class TokenForm(StoredForm):
         size = default_chunk_tokens(head.weight.shape[0])
         parts = []
         for start in range(0, len(hidden), size):
-            logits = F.linear(hidden[start : start + size].to(head.weight.dtype), *head)
+            logits = head.logits(hidden[start : start + size])
             parts.append(self.form.make(logits, uniform[start : start + size]))
         return self.form.pack(Records(*(torch.cat(columns) for columns in zip(*parts, strict=True))))
 
@@ -126,11 +130,11 @@ def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
 
     Args:
         head: the teacher's output layer; of a cache that holds distributions nothing needs it.
-        vocabulary: how many ids the teacher has.
+        vocabulary: ids that are compared, from the first.
     """
     if HIDDEN in outputs:
         assert head is not None
-        return HiddenTarget(outputs[HIDDEN].flatten(0, 1), *head)
+        return HiddenTarget.of(outputs[HIDDEN].flatten(0, 1), head)
     entropy = outputs.get(f"{SPARSE}entropy")
     return SparseTarget(
         outputs[f"{SPARSE}ids"].flatten(0, 1),

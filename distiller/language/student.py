@@ -17,8 +17,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy, new_model
 from distiller.language.files import LanguageFiles, find_model, read_config
+from distiller.language.logits import TokenIds
 from distiller.language_config import LanguageStudent
 from distiller.resources import local_path
+from distiller.stage_places import StagePlaces
 from distiller.weight_files import WeightFiles
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -42,7 +44,12 @@ class StudentModel:
     """
 
     def __init__(
-        self, options: LanguageStudent, teacher: LanguageFiles, stages_dir: Path, trusts_code: bool, seed: int
+        self,
+        options: LanguageStudent,
+        teacher: LanguageFiles,
+        stages_dir: Path | StagePlaces,
+        trusts_code: bool,
+        seed: int,
     ) -> None:
         """Reads descriptions. Raises UserError."""
         self._options, self._teacher, self._trusts_code, self._seed = options, teacher, trusts_code, seed
@@ -63,7 +70,21 @@ class StudentModel:
         return self.anatomy.new_skeleton()
 
     def build(self) -> Any:
-        """The model on the CPU in float32, the same on every rank; the global random state is left as it was."""
+        """The model on the CPU in float32, the same on every rank; the global random state is left as it was.
+
+        Ids that stand for no token begin with the mean of the tokens' rows in the output layer, whatever they had:
+        none is then likelier than the tokens' geometric mean, and training keeps them further down.
+        """
+        model = self._made()
+        _level_unused(model.get_output_embeddings(), self._known_ids())
+        return model
+
+    def _known_ids(self) -> TokenIds:
+        """Those of the teacher's tokens, and of the student's own."""
+        tokenizers = [self._teacher.tokenizer, None if self.files is None else self.files.tokenizer]
+        return TokenIds.of(*(tokenizer for tokenizer in tokenizers if tokenizer is not None))
+
+    def _made(self) -> Any:
         if self.files is not None:
             return self._load(self.files)
         with torch.random.fork_rng(devices=[]):
@@ -97,7 +118,7 @@ class StudentModel:
         theirs, ours = self._teacher.anatomy, self.anatomy
         kept = evenly_spaced(ours.num_blocks, theirs.num_blocks)
         inside = f"{model.base_model_prefix}.{ours.block_prefix}"
-        files = WeightFiles(self._teacher.weight_files(), theirs.whole_name)
+        files = WeightFiles(self._teacher.weight_files(), theirs.renaming.name)
         try:
             with torch.no_grad():
                 for name, target in model.named_parameters():
@@ -200,6 +221,17 @@ def _without_dropout(config: Any) -> tuple[str, ...]:
     for key in found:
         setattr(config, key, 0.0)
     return tuple(found)
+
+
+@torch.no_grad()
+def _level_unused(output: Any, ids: TokenIds) -> None:
+    """Gives the ids of an output layer that stand for no token the mean of all others' rows and biases."""
+    tensors = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
+    if unused := ids.unused(len(output.weight)):
+        stand_for_tokens = torch.ones(len(output.weight), dtype=torch.bool)
+        stand_for_tokens[unused] = False
+        for tensor in tensors:
+            tensor[unused] = tensor[stand_for_tokens].mean(0)
 
 
 def _leading(source: Tensor, target: Tensor) -> Tensor:

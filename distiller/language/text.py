@@ -13,8 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
+from distiller.data.folders import files_below, files_matching, has_linked_folder
 from distiller.errors import UserError
-from distiller.language.documents import FORMS, Document, Text, document_of, is_blank
+from distiller.language.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
 from distiller.language_config import LanguageData
 from distiller.resources import local_path
 from distiller.stages import digest_files, digest_of
@@ -41,7 +42,7 @@ class TextFiles(Corpus):
     """A document a file."""
 
     def __init__(self, path: str) -> None:
-        self._files = _find_files(path, "*.txt")
+        self._files = _find_files(path, ".txt")
 
     @property
     def digest(self) -> str:
@@ -58,7 +59,7 @@ class JsonLines(Corpus):
     """A document a line; blank lines are none."""
 
     def __init__(self, path: str) -> None:
-        self._files = _find_files(path, "*.jsonl")
+        self._files = _find_files(path, ".jsonl")
 
     @property
     def digest(self) -> str:
@@ -93,7 +94,7 @@ class DataSet(Corpus):
 
     @property
     def digest(self) -> str:
-        files = [self._path] if self._path.is_file() else [file for file in self._path.rglob("*") if file.is_file()]
+        files = [self._path] if self._path.is_file() else _files_in(self._path)
         # Files of one name in several folders hold different splits.
         return digest_of([[os.path.relpath(file, self._path), digest_files([file])] for file in sorted(files)])
 
@@ -102,8 +103,8 @@ class DataSet(Corpus):
         with tempfile.TemporaryDirectory() as cache:
             for number, row in enumerate(self._open(cache)):
                 origin = f"{self._path} row {number}"
-                # A table has every column in every row, filled with nothing where a row has none.
-                yield document_of({name: value for name, value in row.items() if value is not None}, origin)
+                # A table has every column in every row, at every depth, filled with nulls where a row has none.
+                yield document_of(without_nulls(row), origin)
 
     def _open(self, cache: str) -> Any:
         path = self._path
@@ -113,7 +114,8 @@ class DataSet(Corpus):
             elif path.is_file():
                 found = self._library.load_dataset(FORMATS[path.suffix], data_files=str(path), cache_dir=cache)
             else:
-                found = self._library.load_dataset(str(path), cache_dir=cache)
+                folder = _with_plain_folders(path, Path(cache)) if has_linked_folder(path) else path
+                found = self._library.load_dataset(str(folder), cache_dir=cache)
         except Exception as error:
             # Whatever the reader of one of a dozen formats raises.
             why = " ".join(str(error).split())
@@ -162,22 +164,37 @@ def documents_of(corpus: Corpus, max_samples: int | None) -> Iterator[Document]:
     return islice((document for document in corpus if not is_blank(document)), max_samples)
 
 
-def _find_files(path: str, pattern: str) -> list[Path]:
-    """A file, a folder's files of a pattern at any depth, or a glob's; sorted by their paths."""
+def _find_files(path: str, suffix: str) -> list[Path]:
+    """A file, a folder's files of a suffix at any depth, or a glob's; sorted by their paths."""
     place = local_path(path)
     if place.is_dir():
-        files = sorted(file for file in place.rglob(pattern) if file.is_file())
+        files = [file for file in files_below(place) if file.suffix == suffix]
         if not files:
-            raise UserError(f"data.path: the folder {path} holds no {pattern}; give a glob, such as '{path}/**/*.md'")
+            raise UserError(f"data.path: the folder {path} holds no *{suffix}; give a glob, such as '{path}/**/*.md'")
         return files
     if place.exists():
         return [place]
     if glob.has_magic(path):
-        files = sorted(file for name in glob.glob(str(place), recursive=True) if (file := Path(name)).is_file())
+        files = files_matching(str(place))
         if not files:
             raise UserError(f"data.path: no file matches {path}")
         return files
     raise UserError(f"data.path: {path} does not exist; give a file, a folder or a glob")
+
+
+def _files_in(folder: Path) -> list[Path]:
+    """The files that `datasets` sees: it passes over links to nothing."""
+    return [file for file in files_below(folder) if file.is_file()]
+
+
+def _with_plain_folders(folder: Path, cache: Path) -> Path:
+    """The same tree of folders with links to the files: `datasets` skips folders that are links without a word."""
+    mirror = cache / "linked" / folder.resolve().name
+    for file in _files_in(folder):
+        link = mirror / file.relative_to(folder)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(file.resolve())
+    return mirror
 
 
 def _read(file: Path) -> bytes:

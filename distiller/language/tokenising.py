@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller.errors import UserError
-from distiller.language.documents import Answer, Chat, Document, Text
+from distiller.language.documents import BESIDE, Answer, Chat, Document, Text
 from distiller.stages import digest_of
 
 BATCH = 256
@@ -44,8 +44,9 @@ class DocumentTokenizer:
     - A text is learnt whole, and ends with the end-of-text token where the tokenizer has one.
     - An answer is tokenised together with its prompt, since words may join; tokens that end after the prompt are
       learnt, and so is the end-of-text token after it.
-    - A conversation is what the chat template writes. Learnt is what the template marks with `{% generation %}`, or
-      else, for each of the assistant's turns, what it adds to the turns before and their generation prompt.
+    - A conversation is what the chat template writes of it and of what stands beside it. Learnt is what the template
+      marks with `{% generation %}`, or else, for each of the assistant's turns, what it adds to the turns before and
+      their generation prompt.
     """
 
     def __init__(self, folder: Path, trusts_code: bool = False) -> None:
@@ -62,8 +63,9 @@ class DocumentTokenizer:
                 "text; give one with a tokenizer.json"
             )
         self._tokenizer = tokenizer
+        self._written: set[str] = set()
+        """Of `BESIDE`, what the chat template was seen to write."""
         self.pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
-        self.num_ids = len(tokenizer)
 
     @property
     def digest(self) -> str:
@@ -82,10 +84,13 @@ class DocumentTokenizer:
 
     def _tokenise(self, documents: Sequence[Document]) -> Iterator[TokenisedDocument]:
         plain = [number for number, document in enumerate(documents) if not isinstance(document, Chat)]
-        chats = [number for number, document in enumerate(documents) if isinstance(document, Chat)]
-        found: dict[int, TokenisedDocument] = {}
-        if chats and self._has_marks(documents[chats[0]]):
-            found, chats = {number: self._tokenise_marked(documents[number]) for number in chats}, []
+        chats, found = [], dict[int, TokenisedDocument]()
+        for number, document in enumerate(documents):
+            if isinstance(document, Chat):
+                if self._has_marks(document):
+                    found[number] = self._tokenise_marked(document)
+                else:
+                    chats.append(number)
         rendered = {number: self._render(documents[number]) for number in (*plain, *chats)}
         for numbers, adds_special_tokens in ((plain, True), (chats, False)):
             if not numbers:
@@ -127,30 +132,39 @@ class DocumentTokenizer:
             learnt[-1] = True
         return TokenisedDocument(tokens, learnt)
 
-    def _has_marks(self, chat: Document) -> bool:
-        """Whether the chat template marks what the assistant generates."""
+    def _has_marks(self, chat: Chat) -> bool:
+        """Whether the chat template marks what the assistant generates. Raises UserError where it cannot serve."""
         try:
-            template = self._tokenizer.get_chat_template()
+            # With tools, some tokenizers have a template of its own.
+            template = self._tokenizer.get_chat_template(tools=chat.options.get("tools"))
         except ValueError as error:
             raise UserError(
                 f"data.path: {chat.origin} is a conversation and the tokenizer has no chat template; write prompt and "
                 "completion instead, or give a teacher that has one"
             ) from error
+        for name in chat.options.keys() & set(BESIDE) - self._written:
+            options = {key: value for key, value in chat.options.items() if key != name}
+            alone = replace(chat, options=options)
+            if self._apply(alone, chat.messages, tokenize=False) == self._apply(chat, chat.messages, tokenize=False):
+                raise UserError(
+                    f"data.path: {chat.origin} has {name}, of which the tokenizer's chat template writes nothing; "
+                    f"leave them out, or give a teacher whose template reads {name}"
+                )
+            self._written.add(name)
         return _GENERATION.search(template) is not None
 
-    def _tokenise_marked(self, chat: Document) -> TokenisedDocument:
-        assert isinstance(chat, Chat)
-        encoded = self._apply(chat.origin, chat.messages, return_dict=True, return_assistant_tokens_mask=True)
+    def _tokenise_marked(self, chat: Chat) -> TokenisedDocument:
+        encoded = self._apply(chat, chat.messages, return_dict=True, return_assistant_tokens_mask=True)
         learnt = np.array(encoded["assistant_masks"], dtype=np.bool_)
         return TokenisedDocument(np.array(encoded["input_ids"], dtype=np.int32), learnt)
 
     def _render_chat(self, chat: Chat) -> tuple[str, Spans]:
         messages, spans = chat.messages, []
-        whole = self._apply(chat.origin, messages, tokenize=False)
+        whole = self._apply(chat, messages, tokenize=False)
         for number, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._apply(chat.origin, messages[:number], tokenize=False, add_generation_prompt=True)
-                after = self._apply(chat.origin, messages[: number + 1], tokenize=False)
+                before = self._apply(chat, messages[:number], tokenize=False, add_generation_prompt=True)
+                after = self._apply(chat, messages[: number + 1], tokenize=False)
                 if not (after.startswith(before) and whole.startswith(after)):
                     raise UserError(
                         f"data.path: {chat.origin}: the chat template writes message {number + 1} in another way when "
@@ -160,13 +174,13 @@ class DocumentTokenizer:
                 spans.append((len(before), len(after)))
         return whole, spans
 
-    def _apply(self, origin: str, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        """The chat template applied; UserError for what it raises."""
+    def _apply(self, chat: Chat, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
+        """The chat template applied to some of its messages, with its options; UserError for what it raises."""
         try:
-            return self._tokenizer.apply_chat_template(list(messages), **options)
+            return self._tokenizer.apply_chat_template(list(messages), **chat.options, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             why = " ".join(str(error).split())
-            raise UserError(f"data.path: {origin}: the chat template refuses the conversation ({why})") from error
+            raise UserError(f"data.path: {chat.origin}: the chat template refuses the conversation ({why})") from error
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from distiller.capture import capture_outputs
 from distiller.language.chunked import Target, chunked_loss
+from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.objective import Objective
 from distiller.losses import mean_squared_error
 from distiller.trained_student import TrainedStudent
@@ -46,6 +47,7 @@ class LessonSums(NamedTuple):
     loss: Tensor
     divergence: Tensor
     cross_entropy: Tensor
+    unused_ids: Tensor
     features: Tensor
 
 
@@ -57,15 +59,23 @@ class ComparingOutput(nn.Linear):
     pass and around its backward pass.
     """
 
-    def __init__(self, like: nn.Linear, objective: Objective) -> None:
-        """Takes the parameters of `like` themselves, so that a tied weight stays tied."""
+    def __init__(self, like: nn.Linear, objective: Objective, change: LogitChange, ids: TokenIds) -> None:
+        """Takes the parameters of `like` themselves, so that a tied weight stays tied.
+
+        `change` is what the model does to the layer's logits, `ids` are those that stand for a token.
+        """
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None, device="meta")
         self.weight, self.bias = like.weight, like.bias
-        self._objective = objective
+        self._objective, self._change, self._ids = objective, change, ids
+
+    @property
+    def head(self) -> Head:
+        """The layer, as what is compared is made with it."""
+        return Head(self.weight, self.bias, self._change, self._ids)
 
     @torch.compiler.disable
-    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Loss, divergence and cross-entropy of hidden states [B, L, H], summed over the tokens that count."""
+    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, ...]:  # type: ignore[override]
+        """Loss, divergence, cross-entropy and unused ids of hidden states [B, L, H]: sums over tokens that count."""
         sums = chunked_loss(
             hidden.flatten(0, 1),
             self.weight,
@@ -74,8 +84,10 @@ class ComparingOutput(nn.Linear):
             lesson.counts,
             self._objective,
             bias=self.bias,
+            change=self._change,
+            ids=self._ids,
         )
-        return sums.loss, sums.divergence, sums.cross_entropy
+        return sums.loss, sums.divergence, sums.cross_entropy, sums.unused
 
 
 @final
@@ -90,10 +102,15 @@ class LanguageStudent(TrainedStudent):
         feature_blocks: Sequence[int],
         widths: tuple[int, int],
         seed: int,
+        change: LogitChange,
+        ids: TokenIds,
     ) -> None:
-        """`model` is the library's; `widths` are the student's and the teacher's hidden sizes."""
+        """`model` is the library's; `widths` are the student's and the teacher's hidden sizes.
+
+        `change` is what the model does to its output layer's logits, `ids` are those that stand for a token.
+        """
         super().__init__(model)
-        model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective))
+        model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective, change, ids))
         self._blocks = [f"{block_prefix}{number}" for number in feature_blocks]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1)
@@ -106,14 +123,14 @@ class LanguageStudent(TrainedStudent):
             hidden = body(
                 input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False
             ).last_hidden_state
-        loss, divergence, cross_entropy = self.model.get_output_embeddings()(hidden, lesson)
+        sums = self.model.get_output_embeddings()(hidden, lesson)
         features = hidden.new_zeros((), dtype=torch.float32)
         if not self._blocks:
-            return LessonSums(loss, divergence, cross_entropy, features)
+            return LessonSums(*sums, features)
         left_out = ~lesson.counts.to(hidden.device, non_blocking=True)
         # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
         for number, name in enumerate(self._blocks):
             ours = self.projections[number](captured[name].flatten(0, 1))
             distances = mean_squared_error(ours, lesson.features[number])
             features = features + distances.masked_fill(left_out, 0).sum()
-        return LessonSums(loss, divergence, cross_entropy, features / len(self._blocks))
+        return LessonSums(*sums, features / len(self._blocks))

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import islice
 from typing import Any
 
 from distiller.errors import UserError
+from distiller.language.documents import Document
 from distiller.language.files import LanguageFiles
+from distiller.language.logits import TokenIds
+from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
+
+NUM_READ = 256
+"""Documents that are tokenised with both tokenizers, at most."""
 
 
 def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
@@ -30,8 +38,52 @@ def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
             )
 
 
-def check_sizes(teacher: LanguageFiles, student_vocabulary: int, num_token_ids: int) -> None:
+def other_reading(
+    teacher: LanguageFiles, student: LanguageFiles, documents: Iterable[Document], trusts_code: bool
+) -> str | None:
+    """How the student's own tokenizer reads the first documents otherwise than the teacher's; None where it does not.
+
+    Both give every id the same token (`check_same_tokens`). Training takes the teacher's reading.
+    """
+    lacking = sorted(_by_id(teacher.tokenizer).items() - _by_id(student.tokenizer).items())
+    if lacking:
+        return f"it lacks {len(lacking)} of the teacher's tokens, the first {lacking[0][1]!r}"
+    theirs = DocumentTokenizer(teacher.root, trusts_code)
+    try:
+        ours = DocumentTokenizer(student.root, trusts_code)
+        if ours.digest == theirs.digest:
+            return None
+        read = list(islice(documents, NUM_READ))
+        pairs = zip(ours.tokenise(read), theirs.tokenise(read), strict=True)
+        for document, (one, other) in zip(read, pairs, strict=True):
+            if difference := _difference(one, other, student.tokenizer):
+                return f"of {document.origin} it makes {difference}"
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _difference(ours: TokenisedDocument, theirs: TokenisedDocument, tokenizer: Any) -> str | None:
+    """Where two readings of one document part, in words."""
+    if ours.tokens.tolist() == theirs.tokens.tolist():
+        parts = ours.learnt.tolist() != theirs.learnt.tolist()
+        return "the same tokens, and another part of them is the answer" if parts else None
+    pairs = zip(ours.tokens.tolist(), theirs.tokens.tolist(), strict=False)
+    shorter = min(len(ours.tokens), len(theirs.tokens))
+    place = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter)
+    one, other = (_token(reading, place, tokenizer) for reading in (ours, theirs))
+    return f"{one} at token {place + 1}, where the teacher's makes {other}"
+
+
+def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
+    if place >= len(reading.tokens):
+        return "its end"
+    return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
+
+
+def check_sizes(teacher: LanguageFiles, student_vocabulary: int, ids: TokenIds) -> None:
     """Raises UserError where a tokenizer gives out ids that one of the models has no place for."""
+    num_token_ids = ids.size
     for owner, size in ((teacher.origin, teacher.anatomy.vocabulary), ("the student", student_vocabulary)):
         if size < num_token_ids:
             raise UserError(
@@ -40,13 +92,18 @@ def check_sizes(teacher: LanguageFiles, student_vocabulary: int, num_token_ids: 
             )
 
 
-def size_notice(teacher_vocabulary: int, student_vocabulary: int) -> str | None:
-    """One line where one vocabulary is padded, or larger than the other."""
-    if teacher_vocabulary == student_vocabulary:
+def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> str | None:
+    """One line where an output layer has ids that stand for no token."""
+    sizes = {"teacher": teacher_vocabulary, "student": student_vocabulary}
+    unused = [
+        f"{ids.num_unused(size)} of the {owner}'s {size} ids" for owner, size in sizes.items() if ids.num_unused(size)
+    ]
+    if not unused:
         return None
+    kept_down = "; the student's others are kept down (loss/unused_ids)" * (ids.num_unused(student_vocabulary) > 0)
     return (
-        f"the teacher's vocabulary has {teacher_vocabulary} ids and the student's {student_vocabulary}: both are "
-        f"compared over the first {min(teacher_vocabulary, student_vocabulary)}"
+        f"{' and '.join(unused)} stand for no token of the tokenizer: both models are compared over the "
+        f"{ids.num_tokens} that do{kept_down}"
     )
 
 

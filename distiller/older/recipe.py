@@ -47,7 +47,8 @@ def translate(flags: Flags, launch: Launch) -> tuple[dict[str, Any], list[str]]:
         notices.append(f"teacher.placement auto chooses by what fits; the older trainer's would have taken {older}")
     recipe: dict[str, Any] = {
         "output_dir": flags.output_dir,
-        "task": {} if flags.image_size is None else {"height": flags.image_size, "width": flags.image_size},
+        "task": {"num_frames": 1}
+        | ({} if flags.image_size is None else {"height": flags.image_size, "width": flags.image_size}),
         "sampling": {"num_inference_steps": SAMPLING_STEPS, "guidance_scale": 1.0},
         "rollout": {"enabled": True, "batch_size": ROLLOUT_BATCHES * flags.batch_size},
         "teacher": {"path": flags.teacher_path, **place, "dtype": flags.teacher_dtype},

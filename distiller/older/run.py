@@ -87,7 +87,6 @@ def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
 def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str, Any] | None:
     """The translated student config, if it is an older one; the recipe then names it, and has its sizes."""
     from distiller.diffusion.families import find_pipeline
-    from distiller.diffusion_config import DiffusionOptions
     from distiller.teacher_config import Teacher
 
     origin = f"--student_config {flags.student_config}"
@@ -107,9 +106,7 @@ def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str
             data["task"] = {"height": translated.image_size, "width": translated.image_size} | data["task"]
             _check_size(data["task"]["height"], family)
     if "height" not in data["task"]:
-        pixels = DiffusionOptions().height
-        notices.append(f"{origin} names no image_size: {pixels} x {pixels} pixels; --image_size PIXELS sets another")
-        data["task"] |= {"height": pixels, "width": pixels}
+        notices.append(f"{origin} names no image_size: the teacher's own; --image_size PIXELS sets another")
     return None if translated is None else translated.config
 
 

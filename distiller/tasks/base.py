@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.teachers.base import Network, Outputs, Request, Teacher
 from distiller.trained_student import TrainedStudent
 
@@ -53,6 +54,20 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def needs_live_teacher(self) -> bool:
         """Whether the loop asks the teacher for predictions."""
 
+    def with_defaults(self, recipe: Any) -> Any:
+        """The recipe, its own or one of the same teacher and data, with what only the teacher's files say filled in.
+
+        A run works with this one and writes it to its folder. Reads no weights and does not communicate.
+        """
+        return recipe
+
+    def notices(self) -> list[str]:
+        """One line each: what a user should know before the run starts, known once the task is built.
+
+        Printed by `--check` and, on rank 0, when a run begins. Reads no weights and does not communicate.
+        """
+        return []
+
     @abstractmethod
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.
@@ -67,6 +82,14 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """
         del dtype
         return None
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        """Stages that a cache holds beside the outputs, so that its folder is all that a run of the same recipe needs.
+
+        `dtype` is the teacher's. Reads no weights.
+        """
+        del dtype
+        return []
 
     @abstractmethod
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> Dataset[Any]:

@@ -24,18 +24,21 @@ from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
+from distiller.language.logits import PLAIN, Head
 from distiller.language.miniature import check_behaviour
-from distiller.language.network import FEATURES, HIDDEN, Head, LanguageNetwork
+from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.language.objective import Objective
 from distiller.language.rows import TextData
 from distiller.language.source import LanguageSource
 from distiller.language.sparse import SparseForm
 from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
+from distiller.language.text import documents_of, open_corpus
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
-from distiller.language.vocabulary import check_same_tokens, check_sizes, size_notice
+from distiller.language.vocabulary import check_same_tokens, check_sizes, other_reading, unused_ids_notice
 from distiller.language_config import LanguageRecipe
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -69,7 +72,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if not recipe.student.from_teacher:
             check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
         self._source = LanguageSource(recipe, self.files.root, trusts_code)
-        check_sizes(self.files, self._student.anatomy.vocabulary, self._source.num_token_ids)
+        check_sizes(self.files, self._student.anatomy.vocabulary, self.network.ids)
+        self._reads_alike, self._other_reading = self._compare_readings()
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         self._beginnings()
         features = recipe.task.losses.features
@@ -78,21 +82,41 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._head: Head | None = None
         self._dtype = torch.float32
 
+    def _compare_readings(self) -> tuple[bool, str | None]:
+        """Whether the student has a tokenizer of its own that reads as the teacher's does, and how it does not."""
+        own, data = self._student.files, self._recipe.data
+        if own is None or own.tokenizer is None:
+            return False, None
+        documents = documents_of(open_corpus(data), data.max_samples)
+        difference = other_reading(self.files, own, documents, self._recipe.task.trust_remote_code)
+        return difference is None, difference
+
     @property
     def needs_live_teacher(self) -> bool:
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
-    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        self._dtype = dtype
-        notice = size_notice(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
-        if notice is not None:
-            ranks.print(f"note: {notice}")
+    def notices(self) -> list[str]:
+        sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
+        found = [unused_ids_notice(*sizes, self.network.ids)]
+        if self._other_reading is not None:
+            found.append(
+                f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
+                "learns the teacher's tokens and is exported with the teacher's tokenizer"
+            )
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
-            ranks.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+            found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
+        return [notice for notice in found if notice is not None]
+
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
+        self._dtype = dtype
         self._source.prepare(ranks)
         return False
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        del dtype
+        return [self._source.stage]
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:
@@ -148,6 +172,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
         config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
+        if self._task.trust_remote_code:
+            # Read with its own code, a config holds the path that it was read from.
+            config["_name_or_path"] = ""
         return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
 
     def cached_form(self) -> dict[str, Any]:
@@ -191,9 +218,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             assert self._head is not None, "run_stages loads it"
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
-            target: Target = HiddenTarget(self._head.weight.new_zeros(shape), *self._head)
+            target: Target = HiddenTarget.of(self._head.weight.new_zeros(shape), self._head)
         else:
-            target = target_of(teacher_outputs, self._head, self.files.anatomy.vocabulary)
+            target = target_of(teacher_outputs, self._head, self.network.ids.size)
         features = tuple(teacher_outputs[name].flatten(0, 1) for name in self._feature_names) if teacher_outputs else ()
         labels = rows.labels.flatten()
         return {"lesson": Lesson(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
@@ -203,6 +230,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         terms = {"cross_entropy": sums.cross_entropy}
         if teacher_outputs is not None:
             terms["divergence"] = sums.divergence
+        if self.network.ids.num_unused(self._student.anatomy.vocabulary):
+            terms["unused_ids"] = sums.unused_ids
         total = sums.loss
         if losses.features.weight:
             terms["features"] = sums.features
@@ -210,7 +239,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        export_student(self._student, self.files, state, folder)
+        own = self._student.files if self._reads_alike else None
+        export_student(self._student, (own or self.files).root, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         beginnings = self._beginnings()
@@ -234,7 +264,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
                 "above 0 held out, of at least two documents"
             )
         trained = self._read_student(run_dir, device)
-        before = reader_of(self._student.build(), device)
+        before = reader_of(self._student.build(), device, PLAIN, self.network.ids)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
         students = {"student": trained, "untrained_student": before}
@@ -270,16 +300,20 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         cache = self._recipe.cache
         if kind == "hidden":
             return HiddenForm()
-        vocabulary = min(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
         temperature = self._task.losses.divergence.temperature
-        return TokenForm(SparseForm(kind, cache.k, cache.samples, temperature, vocabulary), self._recipe.seed)
+        return TokenForm(
+            SparseForm(kind, cache.k, cache.samples, temperature, self.network.ids.size),
+            self._recipe.seed,
+            self.network.ids.absent,
+        )
 
     def _with_projections(self, model: Any, objective: Objective | None = None) -> LanguageStudent:
         features, ours = self._task.losses.features, self._student.anatomy
         blocks = features.student_blocks if features.weight else ()
         widths = ours.hidden_size, self.files.anatomy.hidden_size
+        of_logits = PLAIN, self.network.ids
         return LanguageStudent(
-            model, objective or self._objective, ours.block_prefix, blocks, widths, self._recipe.seed
+            model, objective or self._objective, ours.block_prefix, blocks, widths, self._recipe.seed, *of_logits
         )
 
     def _beginnings(self) -> list[list[int]]:
@@ -311,4 +345,4 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return continue_greedily(reader.hidden_of, reader.head, beginnings, count, pad_id)
 
     def _read_student(self, run_dir: Path, device: torch.device) -> Reader:
-        return read_exported(run_dir, self._task.trust_remote_code, device)
+        return read_exported(run_dir, self._task.trust_remote_code, device, PLAIN, self.network.ids)

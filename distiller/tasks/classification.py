@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from distiller.classification_config import ClassificationRecipe
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.losses import mean_squared_error
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -45,7 +46,7 @@ MAX_SAMPLES = 10
 class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: ClassificationRecipe) -> None:
         self._recipe, self._losses = recipe, recipe.task.losses
@@ -76,15 +77,19 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def needs_live_teacher(self) -> bool:
         return self._losses.distillation.alpha > 0 or self._losses.features.weight > 0
 
-    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
+    def notices(self) -> list[str]:
+        notices = list(self._source.notices)
         if self._plan.depends_on_the_split:
-            ranks.print(
-                "note: student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run "
-                "split in another way is another run; frozen and group do not"
+            notices.append(
+                "student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run split "
+                "in another way is another run; frozen and group do not"
             )
         if self._plan.dropout:
             keys = ", ".join(self._plan.dropout)
-            ranks.print(f"note: the student trains without dropout ({keys}), whose masks no two engines share")
+            notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
+        return notices
+
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         if self._trained is not None:
             self._trained.train_once(ranks)
         return False
@@ -92,6 +97,10 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         del dtype
         return None if self._trained is None else self._trained.missing_folder
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        del dtype
+        return [] if self._trained is None else [self._trained.stage]
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
         return self._source.training

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,16 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
 from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing import guide
 from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
 from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
@@ -29,7 +30,9 @@ from distiller.diffusion_config import DiffusionRecipe
 from distiller.digits import DigitJudge, judge_prompts
 from distiller.errors import UserError
 from distiller.losses import huber, mean_squared_error
+from distiller.process import is_main_process
 from distiller.ranks import Ranks
+from distiller.stages import Stage
 from distiller.tasks.base import LossSum, Task
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.opening import open_alone
@@ -41,15 +44,16 @@ MAX_SAMPLES = 10
 class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
-    sample_suffixes = (".png", *sorted(SUFFIXES - {".png"}))
+    sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
-        self._recipe, self._task = recipe, recipe.task
         self.family = find_pipeline(recipe.teacher)
+        recipe, self._defaults = with_pipeline_defaults(recipe, self.family)
+        self._recipe, self._task = recipe, recipe.task
         self.family.check_task(self._task)
         self._length = self.family.text_length(self._task)
         self.network = DiffusionNetwork(self.family, self._length)
-        self._latent_shape = self.family.latent_shape(self._task.num_frames, self._task.height, self._task.width)
+        self._latent_shape = self.family.latent_shape(*self._task.size)
         self._student_config = student_config(recipe.student, self.family)
         self._process = self.family.noise_process(self._latent_shape)
         self._process.check_task(self._task)
@@ -68,13 +72,22 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         losses = self._task.losses
         return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
 
+    def with_defaults(self, recipe: DiffusionRecipe) -> DiffusionRecipe:
+        return with_pipeline_defaults(recipe, self.family)[0]
+
+    def notices(self) -> list[str]:
+        # Rank 0 alone prints them, and tokenising all texts takes a while.
+        long_texts = self._long_texts() if is_main_process() else []
+        return [*self._defaults, *guidance_notes(self._recipe), *self._source.notices, *long_texts]
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        for note in guidance_notes(self._recipe):
-            ranks.print(f"note: {note}")
         return self._source.prepare(ranks, dtype)
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
         return self._source.missing_stage(dtype)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        return self._source.kept_stages(dtype)
 
     def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         return self._source.load(ranks, teacher)
@@ -177,9 +190,6 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
         model.load_state_dict(ours, strict=True)
         model.save_pretrained(folder, safe_serialization=True)
-        for file in folder.iterdir():
-            # safetensors creates its files for the owner only.
-            os.chmod(file, 0o644)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         source, device = self._source, accelerator.device
@@ -226,6 +236,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        for notice in long_text_notices(self.family, self._task, {"--prompts": prompts}):
+            print(f"note: {notice}")
         dtype = teacher_dtype(self._recipe.teacher.dtype, device)
         encoder = self.family.load_text_encoder(dtype, device)
         positive = embed(self.family, encoder, prompts, self._length)
@@ -241,6 +253,15 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
         teacher.close()
         write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
+
+    def _long_texts(self) -> list[str]:
+        texts = "captions" if self._recipe.data.kind == "images" else "prompts"
+        groups = {
+            f"data.path ({texts})": self._source.prompts,
+            "task.guidance.negative_prompt": [self._task.guidance.negative_prompt],
+            "evaluation.sample_prompts": self._recipe.evaluation.sample_prompts,
+        }
+        return long_text_notices(self.family, self._task, groups)
 
     def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
         student = load_student(self.family.architecture, run_dir, self._length, device)

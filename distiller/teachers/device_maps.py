@@ -6,6 +6,7 @@ import difflib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from accelerate.utils import get_balanced_memory, infer_auto_device_map
@@ -20,6 +21,9 @@ Location = int | str
 
 DeviceMap = dict[str, Location]
 """Name of a submodule or tensor -> its location; the longest name counts, and the empty one stands for all the rest."""
+
+ACTIVATION_SHARE = 0.1
+"""Of a GPU's free memory, what a device map leaves for activations."""
 
 CONTEXT_BYTES = 2**29
 """What a process takes of each GPU that it computes on, before any tensor: CUDA's context and kernels."""
@@ -83,43 +87,57 @@ def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Mo
             )
 
 
-def room_of_devices(ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None]) -> dict[int, int]:
+def room_of_devices(
+    ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
+) -> dict[int, int]:
     """Bytes that each of the node's devices has for the teacher.
 
-    A GPU keeps room for the student where a rank trains on it, for every rank's context, since all ranks compute on
-    every GPU, and a tenth for activations. Without GPUs every number stands for the same host memory.
+    A GPU keeps `kept_share` of what it has free for activations, room for the student where a rank trains on it, and
+    for every rank's context, since all ranks compute on every GPU. Without GPUs every number stands for the same host
+    memory.
     """
     if ranks.device.type == "cpu":
         return dict.fromkeys(range(ranks.local_world_size), free_host_bytes())
     room = {}
     for gpu in range(torch.cuda.device_count()):
-        device = torch.device("cuda", gpu)
-        kept = torch.cuda.get_device_properties(device).total_memory // 10 + ranks.local_world_size * CONTEXT_BYTES
-        kept += reserved_bytes if gpu in gpus_of_ranks else 0
-        room[gpu] = max(free_gpu_bytes(device) - kept, 0)
+        free = int(free_gpu_bytes(torch.device("cuda", gpu)) * (1 - kept_share))
+        kept = ranks.local_world_size * CONTEXT_BYTES + (reserved_bytes if gpu in gpus_of_ranks else 0)
+        room[gpu] = max(free - kept, 0)
     return room
 
 
-def check_room(
-    placement: str, needed: Mapping[int, int], unplaced: int, room: Mapping[int, int], ring_bytes: int
-) -> None:
-    """Raises UserError where a device is asked for more bytes than it has, or bytes found no device at all.
+@dataclass(frozen=True)
+class Packing:
+    """Device maps of a teacher's modules, and whether its devices have the bytes for them.
 
-    It names what fits instead; `ring_bytes` are what streaming takes of each device.
+    Attributes:
+        maps: one for each module.
+        needed: bytes on each device number.
+        unplaced: bytes that found no device.
+        room: bytes that each device number has.
     """
-    if not unplaced and all(needed[number] <= room[number] for number in needed):
-        return
-    total = sum(needed.values()) + unplaced
-    fits_host, fits_ring = total <= free_host_bytes(), ring_bytes <= min(room.values())
-    fits = {"streamed": fits_host and fits_ring, "cpu": fits_host, "disk": fits_ring}
-    instead = [name for name in fits if fits[name]]
-    advice = f"teacher.placement={' or '.join(instead)}" if instead else "a smaller teacher.dtype"
-    free = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in room.items())
-    wanted = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in sorted(needed.items()))
-    raise UserError(
-        f"teacher.placement={placement} needs {_gib(total)} ({wanted}; without a place: {_gib(unplaced)}), and beside "
-        f"the student and activations these devices have {free}; choose {advice}"
-    )
+
+    maps: list[DeviceMap]
+    needed: Mapping[int, int]
+    unplaced: int
+    room: Mapping[int, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has a place, and no device is asked for more than it has."""
+        return not self.unplaced and all(self.needed[number] <= self.room[number] for number in self.needed)
+
+    def check(self, placement: str, advice: str) -> None:
+        """Raises UserError unless it fits. `advice` says what to choose instead."""
+        if self.fits:
+            return
+        total = sum(self.needed.values()) + self.unplaced
+        free = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in self.room.items())
+        wanted = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in sorted(self.needed.items()))
+        raise UserError(
+            f"teacher.placement={placement} needs {_gib(total)} ({wanted}; without a place: {_gib(self.unplaced)}), "
+            f"and beside the student and activations these devices have {free}; {advice}"
+        )
 
 
 def _gib(num_bytes: int) -> str:

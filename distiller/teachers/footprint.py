@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from distiller.errors import UserError
 from distiller.room import free_gpu_bytes, free_host_bytes
-from distiller.teacher_config import Teacher
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.layout import REST, lay_out
 
-GIB = 2**30
-DEVICE_MAPS = ("balanced", "sequential", "custom")
 AUTO_SHARE = 0.8
-"""Of free memory that `auto` gives to teacher and student before it spreads the teacher."""
+"""Of free memory that `auto` and advice give to teacher and student; the rest is for activations."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +40,15 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes to have: on the GPU with least (None on a machine without), in the node's host memory; and where to put it.
+    """Free bytes for the teacher: on the GPU with least of them (None on a machine without), and in host memory.
 
     Both are what the student leaves: its state is on the GPU, or in host memory without one or where it is offloaded.
+
+    Attributes:
+        gpu, host: as above; `gpu` is never negative, so that what takes nothing of a GPU always fits there.
+        num_ranks: of this node.
+        num_gpus: of this node; 0 without any.
+        gpu_of_ranks: the same as `gpu`, of every rank's own GPU.
     """
 
     gpu: int | None
@@ -92,58 +93,22 @@ def footprints(sizes: Sizes, setup: Setup, room: Room) -> dict[str, Footprint]:
     return needs
 
 
-def room_of(setup: Setup) -> Room:
-    """What there is, on the GPU with least of it. Communicates: all ranks get the same."""
+def room_of(setup: Setup, share: float = 1.0) -> Room:
+    """What the student leaves of a share of the memory that is free now. Communicates: all ranks get the same.
+
+    Without GPUs the share is of host memory; with them, host memory is counted whole, since no activations lie there.
+    """
     device, ranks = setup.ranks.device, setup.ranks
     gpu, num_gpus = None, 0
-    host = free_host_bytes() - setup.reserved_host_bytes * ranks.local_world_size
+    reserved_host = setup.reserved_host_bytes * ranks.local_world_size
     if device.type == "cuda":
-        gpu, num_gpus = max(free_gpu_bytes(device) - setup.reserved_bytes, 0), torch.cuda.device_count()
+        gpu, num_gpus = max(int(free_gpu_bytes(device) * share) - setup.reserved_bytes, 0), torch.cuda.device_count()
+        host = free_host_bytes() - reserved_host
     else:
-        host -= setup.reserved_bytes * ranks.local_world_size
+        host = int(free_host_bytes() * share) - reserved_host - setup.reserved_bytes * ranks.local_world_size
     found = ranks.gather((gpu, host))
     of_ranks = tuple(one for one, _ in found if one is not None)
     return Room(min(of_ranks, default=None), min(one for _, one in found), ranks.local_world_size, num_gpus, of_ranks)
-
-
-def check_fits(options: Teacher, needs: Mapping[str, Footprint], room: Room) -> None:
-    """Raises UserError when the placement does not fit, naming those that do.
-
-    Device maps look at each GPU themselves, before weights are read; `rank0` needs room on one GPU alone.
-    """
-    name = options.placement
-    if name == "rank0" and room.gpu_of_ranks:
-        room = replace(room, gpu=room.gpu_of_ranks[options.rank])
-    if name not in needs or (name in DEVICE_MAPS and room.gpu is not None) or _fits(needs[name], room):
-        return
-    others = [other for other, need in needs.items() if other != name and _fits(need, room)]
-    where, need, free = "of host memory", needs[name].host, room.host
-    if room.gpu is not None and needs[name].gpu > room.gpu:
-        where, need, free = "on a GPU", needs[name].gpu, room.gpu
-    raise UserError(
-        f"teacher.placement {name} takes {need / GIB:.2f} GiB {where} and the student leaves "
-        f"{max(free, 0) / GIB:.2f} GiB; these fit: {', '.join(others) or 'none, choose a smaller teacher.dtype'}"
-    )
-
-
-def choose(needs: Mapping[str, Footprint], room: Room, student_bytes: int) -> tuple[str, str]:
-    """`auto`: the placement, and why, in one line. `needs` are those of the placements that may run here."""
-    whole, count = needs["replicated"], room.num_gpus if room.gpu is not None else room.num_ranks
-    taken, free = (whole.host, room.host) if room.gpu is None else (whole.gpu, room.gpu)
-    students = student_bytes * (room.num_ranks if room.gpu is None else 1)
-    taken, free = taken + students, free + students
-    share = f"teacher and student take {taken / GIB:.2f} of {free / GIB:.2f} GiB free"
-    if taken < AUTO_SHARE * free:
-        return "replicated", f"{share}, less than {AUTO_SHARE:.0%}"
-    order = ("balanced", "cpu", "streamed", "disk")[0 if count > 1 else 1 :]
-    candidates = [name for name in order if name in needs and _fits(needs[name], room)]
-    devices = f"{count} devices" if count > 1 else "one device"
-    name = candidates[0] if candidates else "replicated"
-    return name, f"{share}, {AUTO_SHARE:.0%} or more; {devices}"
-
-
-def _fits(need: Footprint, room: Room) -> bool:
-    return need.host <= room.host and (room.gpu is None or need.gpu <= room.gpu)
 
 
 def _on_cpu(name: str, need: Footprint, sizes: Sizes, ranks: int) -> int:

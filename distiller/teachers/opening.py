@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -10,8 +11,9 @@ from distiller.ranks import Ranks
 from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Network, Setup, Teacher
-from distiller.teachers.device_maps import check_custom_map, num_devices
-from distiller.teachers.footprint import check_fits, choose, footprints, measure, room_of
+from distiller.teachers.device_maps import ACTIVATION_SHARE, check_custom_map, num_devices
+from distiller.teachers.fitting import DEVICE_MAPS, advice, check_fits, choose, device_packing, fitting
+from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, room_of
 from distiller.teachers.rules import check_placement, may_run
 
 
@@ -25,17 +27,30 @@ def decide(network: Network, setup: Setup) -> Setup:
     if options.placement == "custom":
         modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
         check_custom_map(options.device_map or {}, modules, num_devices(ranks))
-    sizes, room = measure(network, setup.dtype), room_of(setup)
+    sizes, everything, spared = measure(network, setup.dtype), room_of(setup), room_of(setup, AUTO_SHARE)
     if options.quantization == "int8":
         sizes = sizes.scaled(1 / setup.dtype.itemsize)
-    needs = footprints(sizes, setup, room)
+    needs = footprints(sizes, setup, everything)
     needs = {name: n for name, n in needs.items() if may_run(options, name, ranks.world_size, setup.under_deepspeed)}
+    pack_devices = device_packing(network, setup) if everything.gpu is not None else None
+
+    @cache
+    def fits(with_activations: bool) -> list[str]:
+        if with_activations:
+            return fitting(needs, spared, options, pack_devices, 1 - AUTO_SHARE)
+        return fitting(needs, everything, options, pack_devices, ACTIVATION_SHARE)
+
     if options.placement == "auto":
-        name, reason = choose(needs, room, setup.reserved_bytes)
+        name, reason = choose(needs["replicated"], spared, fits, setup.reserved_bytes)
         if ranks.is_main:
             print(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
-    check_fits(options, needs, room)
+    if pack_devices is not None and options.placement in DEVICE_MAPS:
+        packing = pack_devices(options.placement, ACTIVATION_SHARE)
+        if not packing.fits:
+            packing.check(options.placement, advice(fits(True)))
+    else:
+        check_fits(options, needs, everything, lambda: fits(True))
     return replace(setup, options=options)
 
 

@@ -10,7 +10,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
 from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.device_maps import DeviceMap, Location, check_room, room_of_devices
+from distiller.teachers.device_maps import DeviceMap, Location, Packing, room_of_devices
 from distiller.teachers.feeds import FileReader
 from distiller.teachers.filling import Plan, staging_buffer
 from distiller.teachers.layout import REST, Binding, own_buffer_bytes
@@ -51,7 +51,9 @@ class SpreadTeacher(Teacher):
 
         def make_maps() -> list[DeviceMap]:
             room = room_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
-            return maps_within(plans, setup.options.placement, make_map, room, reads_in_use)
+            packing = pack(plans, make_map, room, reads_in_use)
+            packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
+            return packing.maps
 
         # One rank of the node decides: free memory changes while the ranks look.
         maps = setup.ranks.all_succeed(lambda: setup.ranks.from_local_main(make_maps))
@@ -175,12 +177,12 @@ class SpreadTeacher(Teacher):
         self._files.clear()
 
 
-def maps_within(
-    plans: Sequence[Plan], placement: str, make_map: MakeMap, room: Mapping[int, int], has_disk: bool
-) -> list[DeviceMap]:
+def pack(plans: Sequence[Plan], make_map: MakeMap, room: Mapping[int, int], reads_in_use: bool) -> Packing:
     """Every module's map; one after the other, since they share the devices' memory.
 
-    Raises UserError when a device is given more than its room, or something found none (`disk`, unless `has_disk`).
+    Args:
+        room: bytes that each device number has for all modules.
+        reads_in_use: whether the maps may hold `disk`; otherwise that is what found no room.
     """
     left, maps, unplaced = dict(room), [], 0
     for plan in plans:
@@ -193,13 +195,9 @@ def maps_within(
         for part in resident_parts(plan, device_map, lambda _: True):
             if isinstance(part.location, int):
                 left[part.location] -= part.stored.num_bytes
-            elif part.location == "disk" and not has_disk:
+            elif part.location == "disk" and not reads_in_use:
                 unplaced += part.stored.num_bytes
-    units = [unit for plan in plans for unit in plan.units]
-    largest = max((unit.num_bytes for unit in units if unit.name != REST), default=0)
-    ring_bytes = sum(unit.num_bytes for unit in units if unit.name == REST) + 2 * largest
-    check_room(placement, {number: room[number] - left[number] for number in room}, unplaced, room, ring_bytes)
-    return maps
+    return Packing(maps, {number: room[number] - left[number] for number in room}, unplaced, room)
 
 
 def _numbered(device: torch.device) -> torch.device:

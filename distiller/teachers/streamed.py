@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from distiller.room import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.feeds import GatherFeed, HostFeed, ThreadFeed
 from distiller.teachers.filling import Plan, fill, load_everywhere, plan_modules
+from distiller.teachers.footprint import AUTO_SHARE
 from distiller.teachers.host_copy import HostCopy
 from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
 from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
@@ -102,12 +101,15 @@ def choose_resident(plans: Sequence[Plan], setup: Setup) -> set[tuple[str, str]]
 
 
 def _blocks_that_fit(plans: Sequence[Plan], setup: Setup) -> int:
-    """How many blocks a GPU can keep beside the student, the ring and a fifth of its memory for activations."""
+    """How many blocks a GPU can keep beside the student and the ring, from four fifths of what it has free.
+
+    The last fifth is for activations.
+    """
     device = setup.ranks.device
     if device.type != "cuda":
         return 0
     sizes = [unit.num_bytes for plan in plans for unit in plan.units if unit.name != REST]
     rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
-    spare = torch.cuda.get_device_properties(device).total_memory // 5
-    room = free_gpu_bytes(device) - setup.reserved_bytes - spare - rest - setup.options.ring_blocks * max(sizes)
+    free = int(free_gpu_bytes(device) * AUTO_SHARE)
+    room = free - setup.reserved_bytes - rest - setup.options.ring_blocks * max(sizes)
     return max(room // max(sizes), 0)

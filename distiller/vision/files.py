@@ -111,7 +111,8 @@ def read_config(file: Path, origin: str) -> PretrainedConfig:
             f"{origin}: {file.name} describes {named[0]}; task classification needs ...ForImageClassification"
         )
     try:
-        return AutoConfig.for_model(**content)
+        # Infinities, which JSON has not, are objects in the file.
+        return AutoConfig.for_model(**PretrainedConfig._decode_special_floats(content))
     except Exception as error:
         # Each config class checks its values in its own way.
         raise UserError(f"{origin}: transformers cannot read {file.name} ({_line(error)}); correct it") from error

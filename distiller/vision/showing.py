@@ -10,11 +10,10 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from distiller.data.images import SUFFIXES
+from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture
 from distiller.errors import UserError
 from distiller.picture import labelled_grid
 from distiller.vision.files import Picture
-from distiller.vision.sources import as_picture
 
 
 def read_prompts(files: Sequence[str], num_channels: int) -> list[Picture]:
@@ -53,10 +52,9 @@ def _square(picture: Picture, side: int) -> np.ndarray:
 
 
 def _read(file: Path, num_channels: int) -> Picture:
-    if file.suffix.lower() not in SUFFIXES:
+    if not is_picture(file):
         raise UserError(f"--prompts {file}: task classification takes picture files ({', '.join(sorted(SUFFIXES))})")
     try:
-        with Image.open(file) as image:
-            return as_picture(image, num_channels)
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        return open_picture(file, num_channels)
+    except UnreadablePictureError as error:
         raise UserError(f"--prompts {file}: is not a readable image ({error}); give another") from error

@@ -22,12 +22,14 @@ class PictureSource:
         training, held_out, teachers: indexed by (epoch, place among them). The teacher's are all that are not held out,
             the student's the first `data.max_samples` of those.
         data_digest: of names, classes and split, which a resumed run is compared by.
+        notices: what of the data is left out, a line each.
     """
 
     def __init__(self, recipe: ClassificationRecipe, labels: Sequence[str], processor: Processor) -> None:
         """`labels` are the teacher's classes, in the order of its logits. Raises UserError where the data's differ."""
-        data = recipe.data
+        data, self._stages_dir = recipe.data, recipe.stages_dir
         self._pictures = pictures = open_pictures(data)
+        self.notices = pictures.notices
         origin = f"data.path: {data.path}" if data.path else f"data.kind: {data.kind}"
         numbers = class_numbers(pictures.class_names, labels, origin)
         trained_on, held_out = split_held_out(pictures.classes, data.held_out)
@@ -45,5 +47,5 @@ class PictureSource:
         self.data_digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
 
     def contents_digest(self) -> str:
-        """Changes when a picture does. Of a large folder this is a look at every file."""
-        return digest_of(self._pictures.versions())
+        """Changes when a picture does. Of a folder, the first call reads every file."""
+        return digest_of(self._pictures.contents(self._stages_dir))

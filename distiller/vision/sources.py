@@ -10,12 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
 
 from distiller.classification_config import ClassificationData
-from distiller.data.images import SUFFIXES
+from distiller.data.folders import files_below, folders_in
+from distiller.data.pictures import (
+    READER,
+    SUFFIXES,
+    UnreadablePictureError,
+    check_size,
+    is_picture,
+    open_picture,
+    pixels_of,
+    unread_note,
+)
 from distiller.digits import DIGIT_WORDS, real_digits
 from distiller.errors import RunError, UserError
+from distiller.stage_places import StagePlaces
+from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
 
 
@@ -26,15 +37,20 @@ class Pictures(ABC):
         class_names: of the data's classes, in the data's order.
         classes: of each picture, a place in `class_names`.
         names: of each picture, with its file's size, for the digest that a resumed run is compared by.
+        notices: what of the data is left out, a line each.
     """
 
     class_names: tuple[str, ...]
     classes: Sequence[int]
     names: Sequence[str]
+    notices: Sequence[str] = ()
 
     @abstractmethod
-    def versions(self) -> list[Any]:
-        """What changes when the pictures do, for JSON. Reads none of them."""
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
+        """What changes when the pictures' pixels do, for JSON: the same for a copy of the data, wherever it lies.
+
+        May read every picture, once, and keep what it found in `stages_dir`.
+        """
 
     @abstractmethod
     def read(self, number: int, num_channels: int) -> Picture:
@@ -49,35 +65,30 @@ class FolderPictures(Pictures):
             raise UserError(
                 f"data.path: {path} is not a folder; data.kind=images needs one with a folder for each class"
             )
-        folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
-        self.class_names = tuple(folder.name for folder in folders)
-        self._files: list[Path] = []
-        classes: list[int] = []
-        for number, folder in enumerate(folders):
-            files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
-            if not files:
-                raise UserError(f"data.path: {folder} holds no picture ({', '.join(sorted(SUFFIXES))}); remove it")
-            self._files += files
-            classes += [number] * len(files)
-        if not self._files:
+        folders = folders_in(path)
+        if not folders:
             raise UserError(f"data.path: {path} holds no folders; data.kind=images needs one for each class")
-        self.classes = classes
-        try:
-            sizes = [file.stat().st_size for file in self._files]
-        except OSError as error:
-            raise UserError(f"data.path: {error.filename} cannot be read ({error.strerror}); remove it") from error
+        self.class_names = tuple(folder.name for folder in folders)
+        number_of = {name: number for number, name in enumerate(self.class_names)}
+        found = files_below(path)
+        self._files = [file for file in found if is_picture(file) and file.parent != path]
+        self.classes = [number_of[file.relative_to(path).parts[0]] for file in self._files]
+        if empty := sorted(set(range(len(folders))) - set(self.classes)):
+            raise UserError(
+                f"data.path: {folders[empty[0]]} holds no picture ({', '.join(sorted(SUFFIXES))}); remove it"
+            )
+        self.notices = _notices(found, path)
+        sizes = [check_size(file) for file in self._files]
         self.names = [f"{file.relative_to(path)}, {size} bytes" for file, size in zip(self._files, sizes, strict=True)]
 
-    def versions(self) -> list[Any]:
-        """Sizes and times: whole contents would be hours of a large data set."""
-        return [(status.st_size, status.st_mtime_ns) for status in (file.stat() for file in self._files)]
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
+        return [READER, contents_digest(self._files, stages_dir)]
 
     def read(self, number: int, num_channels: int) -> Picture:
         file = self._files[number]
         try:
-            with Image.open(file) as image:
-                return as_picture(image, num_channels)
-        except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+            return open_picture(file, num_channels)
+        except UnreadablePictureError as error:
             raise RunError(f"{file} is not a readable image ({error}); replace or remove it") from error
 
 
@@ -121,13 +132,15 @@ class DatasetPictures(Pictures):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
-    def versions(self) -> list[Any]:
-        return [str(self._loaded._fingerprint), self._column]
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
+        del stages_dir
+        return [READER, str(self._loaded._fingerprint), self._column]
 
     def read(self, number: int, num_channels: int) -> Picture:
         try:
-            return as_picture(self._loaded[number][self._column], num_channels)
-        except (OSError, SyntaxError, ValueError, AttributeError, Image.DecompressionBombError) as error:
+            return pixels_of(self._loaded[number][self._column], num_channels)
+        except Exception as error:
+            # An empty cell, and whatever Pillow's readers make of damaged bytes.
             raise RunError(f"row {number} of the data set holds no readable image ({error}); remove it") from error
 
 
@@ -144,7 +157,8 @@ class DigitPictures(Pictures):
         self.classes = labels.tolist()
         self.names = [f"digit/{number}" for number in range(len(self.classes))]
 
-    def versions(self) -> list[Any]:
+    def contents(self, stages_dir: Path | StagePlaces) -> Any:
+        del stages_dir
         return [hashlib.sha256(self._images.tobytes()).hexdigest()]
 
     def read(self, number: int, num_channels: int) -> Picture:
@@ -160,11 +174,9 @@ def open_pictures(data: ClassificationData) -> Pictures:
     return FolderPictures(Path(os.path.expanduser(data.path or "")))
 
 
-def as_picture(image: Image.Image, num_channels: int) -> Picture:
-    """uint8 [H, W, C] with one channel or three, the way up that its EXIF entry says; 16 bits of grey become 8."""
-    image = ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):
-        # Pillow's own conversion cuts off at 255, so that nearly all of such a picture is white.
-        image = Image.fromarray(np.rint(np.asarray(image) / 257).astype(np.uint8))
-    values = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
-    return values[:, :, None] if num_channels == 1 else values
+def _notices(files: Sequence[Path], root: Path) -> list[str]:
+    """What of a folder's files is not learnt."""
+    outside = sum(is_picture(file) and file.parent == root for file in files)
+    notices = [f"data.path: pictures that lie in no class's folder and are left out: {outside}"] if outside else []
+    note = unread_note(file for file in files if not is_picture(file))
+    return notices if note is None else [*notices, note]

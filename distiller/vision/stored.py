@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -11,6 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from distiller.errors import UserError
+from distiller.saved_model import refuse_adapter, transformers_files
 
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|tf_model|flax_model).*\.(bin|h5|msgpack)")
 
@@ -21,11 +21,8 @@ def weights_among(names: Iterable[str]) -> str | None:
 
 
 def stored_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved model: those that its index names, or its only one."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return sorted({folder / name for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()})
-    return [folder / "model.safetensors"]
+    """The safetensors files of a saved model that the library reads. UserError where there are none."""
+    return transformers_files(folder, str(folder))
 
 
 def stored_names(files: list[Path]) -> set[str]:
@@ -51,16 +48,15 @@ def stored_dtype(files: list[Path]) -> torch.dtype:
 
 def check_weights(folder: Path, origin: str) -> None:
     """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
-    try:
-        files = stored_files(folder)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{origin}: model.safetensors.index.json is not readable JSON with a weight_map") from error
-    for file in files:
+    if weights_among(file.name for file in folder.iterdir() if file.suffix == ".safetensors") is None:
+        raise UserError(
+            f"{origin}: holds no model.safetensors (other formats are not read); save the model with safetensors, or "
+            "set teacher_training.max_steps to train it first"
+        )
+    refuse_adapter(folder, origin)
+    for file in transformers_files(folder, origin):
         if not file.is_file():
-            raise UserError(
-                f"{origin}: holds no {file.name} (other formats are not read); save the model with safetensors, or "
-                "set teacher_training.max_steps to train it first"
-            )
+            raise UserError(f"{origin}: holds no {file.name}, which its index names; copy it again")
         try:
             with safe_open(file, framework="pt"):
                 pass

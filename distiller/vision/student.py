@@ -178,9 +178,6 @@ def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Proc
     else:
         model.save_pretrained(folder)
     processor.save(folder)
-    for file in folder.iterdir():
-        # safetensors creates its files for the owner only.
-        os.chmod(file, 0o644)
 
 
 def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.Module:

@@ -17,7 +17,11 @@ from distiller.vision.teacher_training import train_teacher
 
 @final
 class TrainedTeacher:
-    """Its weights, in a folder whose name changes with everything that they depend on."""
+    """Its weights, in a folder whose name changes with everything that they depend on.
+
+    Attributes:
+        stage: that folder.
+    """
 
     def __init__(
         self, recipe: ClassificationRecipe, files: ClassifierFiles, processor: Processor, source: PictureSource
@@ -38,30 +42,30 @@ class TrainedTeacher:
             "pictures": source.contents_digest(),
             "crop_scale": recipe.data.crop_scale,
         }
-        self._stage = Stage("teacher", key, recipe.stages_dir)
+        self.stage = Stage("teacher", key, recipe.stages_dir)
 
     @property
     def missing_folder(self) -> Path | None:
         """Where the weights will lie; None once they do."""
-        return None if self._stage.is_complete else self._stage.folder
+        return None if self.stage.is_complete else self.stage.folder
 
     def train_once(self, ranks: Ranks) -> None:
         """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
-        was_there = self._stage.is_complete
-        self._stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
+        was_there = self.stage.is_complete
+        self.stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
         if was_there:
-            ranks.print(f"reusing {self._stage.folder}")
+            ranks.print(f"reusing {self.stage.folder}")
 
     def weight_files(self) -> list[Path]:
         """The safetensors files. Raises UserError where it has not been trained."""
-        if not self._stage.is_complete:
+        if not self.stage.is_complete:
             raise UserError(
-                f"{self._stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
+                f"{self.stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
                 "was trained in"
             )
-        return stored_files(self._stage.folder)
+        return stored_files(self.stage.folder)
 
     def _train(self, ranks: Ranks) -> str:
         return train_teacher(
-            self._stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
+            self.stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
         )

@@ -1,17 +1,20 @@
 """Where a step's time and memory go, for a Wan teacher of real layout with random weights, under several launch files.
 
     python scripts/benchmarks/step_time.py --model wan-1.3b --launch single_gpu --launch ddp
+    python scripts/benchmarks/step_time.py --model wan-14b --gpu-memory 24 --placement auto --placement streamed
 
 The pipeline is made once on disk: random weights, with the packaged digits' text encoder, tokenizer and VAE, so text is
 64 wide and latents have 4 channels. Prints one table; beside each row stands the limit: the teacher's forward and the
 student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and token), which ignores
 attention and everything that is not a matrix product. Host memory is the largest resident set that any rank had; the
-loss is the last step's, which is equal under every engine but for rounding.
+loss is the last step's, which is equal under every engine but for rounding. `--gpu-memory` makes the GPUs smaller: this
+process holds all but so much of each while the rows run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import shutil
 import subprocess
@@ -48,6 +51,19 @@ def make_pipeline(folder: Path, model: str) -> int:
     return sum(parameter.numel() for parameter in transformer.parameters())
 
 
+def hold_all_but(free_gib: float) -> list[torch.Tensor]:
+    """Takes memory of every GPU until so much of it is free for other processes; keep what is returned."""
+    held = []
+    for gpu in range(torch.cuda.device_count()):
+        with torch.cuda.device(gpu):
+            torch.cuda.empty_cache()
+            held.append(torch.empty(1, device="cuda"))  # the context takes memory too
+            free, _ = torch.cuda.mem_get_info()
+            held.append(torch.empty(max(int(free - free_gib * 2**30), 0), dtype=torch.uint8, device="cuda"))
+            print(f"GPU {gpu}: {torch.cuda.mem_get_info()[0] / 2**30:.2f} GiB free for the runs", flush=True)
+    return held
+
+
 def measure(folder: Path, name: str, side: int, batch_size: int, options: list[str]) -> dict[str, Any]:
     """Runs a few steps through a launch file and returns the last logged metrics and the summary."""
     output_dir = folder / f"run-{name}-{len(list(folder.glob('run-*')))}"
@@ -70,36 +86,45 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further row after so long")
     parser.add_argument("--checkpointing", choices=["both", "true", "false"], default="both", help="of activations")
+    parser.add_argument("--placement", action="append", help="teacher.placement; several make a row each")
+    parser.add_argument("--gpu-memory", type=float, help="GiB of each GPU that the runs may use; the rest is held")
+    parser.add_argument("--student-heads", type=int, help="default: as many as the teacher has")
     parser.add_argument("--option", action="append", default=[], help="recipe override for every row")
     options = parser.parse_args()
     device, began = torch.device("cuda" if torch.cuda.is_available() else "cpu"), time.perf_counter()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         parameters = make_pipeline(folder / "pipeline", options.model)
+        heads = {} if options.student_heads is None else {"num_attention_heads": options.student_heads}
         recipe = {
             "output_dir": "-",
             "teacher": {"path": str(folder / "pipeline")},
-            "student": {"num_layers": options.student_layers},
+            "student": {"num_layers": options.student_layers, **heads},
             "data": {"path": "asset:digits-prompts.txt", "max_samples": 256},
             # Random weights draw nothing: noise costs the loop the same as a rollout's latents would.
             "rollout": {"enabled": False},
             "train": {"max_steps": options.steps, "log_every": options.steps // 2, "num_workers": 2},
-            "sampling": {"num_inference_steps": 2},
+            "task": {"num_frames": 1},
+            "sampling": {"num_inference_steps": 2, "guidance_scale": 1.0},
             "checkpoint": {"at_end": False},
         }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+        held = None if options.gpu_memory is None else hold_all_but(options.gpu_memory)
+        checkpointings = ("false", "true") if options.checkpointing == "both" else (options.checkpointing,)
+        asked = itertools.product(options.launch or ["single_gpu"], options.placement or ["replicated"], checkpointings)
         rows = []
-        for name in options.launch or ["single_gpu"]:
-            for checkpointing in ("false", "true") if options.checkpointing == "both" else (options.checkpointing,):
-                if time.perf_counter() - began > 60 * options.minutes:
-                    break
-                extra = [f"train.gradient_checkpointing={checkpointing}", *options.option]
-                try:
-                    metrics = measure(folder, name, options.side, options.batch_size, extra)
-                except subprocess.CalledProcessError:
-                    print(f"{name}: failed, see above", file=sys.stderr)
-                    continue
-                rows.append((name, checkpointing, metrics))
+        for name, placement, checkpointing in asked:
+            if time.perf_counter() - began > 60 * options.minutes:
+                break
+            extra = [f"teacher.placement={placement}", f"train.gradient_checkpointing={checkpointing}"]
+            try:
+                metrics = measure(folder, name, options.side, options.batch_size, [*extra, *options.option])
+            except subprocess.CalledProcessError:
+                print(f"{name}, {placement}: failed, see above", file=sys.stderr)
+                continue
+            chosen = metrics["placement"] if placement != "auto" else f"auto: {metrics['placement']}"
+            rows.append((name, chosen, checkpointing, metrics))
+        del held
     tokens = options.batch_size * (options.side // 16) ** 2
     peak = peak_flops(device, "bf16")
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
@@ -107,6 +132,7 @@ def main() -> None:
     print(f"{where}, torch {torch.__version__}; milliseconds a step")
     columns = [
         "launch file   ",
+        "teacher         ",
         "checkpointing",
         "   step",
         "teacher",
@@ -118,15 +144,16 @@ def main() -> None:
         "last loss",
     ]
     print(" | ".join([*columns, "limit: teacher, student"]))
-    for name, checkpointing, metrics in rows:
+    for name, placement, checkpointing, metrics in rows:
         times = [metrics[f"perf/{part}_ms"] for part in ("step", "teacher", "student", "optimizer", "data")]
         shown = " | ".join("   - " if value is None else f"{value:7.1f}" for value in times)
         limits = (
             [1e3 * flop * tokens / peak for flop in (2 * parameters, 6 * metrics["student_params"])] if peak else []
         )
         memory = metrics["memory/gpu_peak_gib_max"]
+        peak_gib = "-" if memory is None else f"{memory:.2f}"
         print(
-            f"{name:14} | {checkpointing:13} | {shown} | {memory if memory is None else round(memory, 2)} | "
+            f"{name:14} | {placement:16} | {checkpointing:13} | {shown} | {peak_gib:>12} | "
             f"{metrics['memory/host_peak_gib']:13.1f} | {metrics['loss']:.6f} | "
             + ", ".join(f"{limit:.1f}" for limit in limits)
         )

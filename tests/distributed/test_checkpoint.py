@@ -65,6 +65,11 @@ def everything(folder: Path) -> dict[str, Any]:
     checkpoints.save(6, 0, wait=True)
     results["afterwards"] = steps()
 
+    # Its tensors lie across these buffers.
+    checkpoints._snapshot = Snapshot(torch.device("cpu"), 32)
+    results["gathered"] = {name: value.clone() for name, value in checkpoints.gathered_result().items()}
+    results["there"] = [checkpoints.saved_result(step) for step in (6, 7)]
+
     verify(folder, 6, ranks)
     if ranks.is_main:
         file = folder / "checkpoints" / "step-6" / f"rank-00001-of-{ranks.world_size:05}.safetensors"
@@ -103,10 +108,17 @@ def test_three_ranks(tmp_path):
             assert ("training goes on" in said) == (rank == 0)
             assert f"step-4: {os.strerror(errno.ENOSPC)}" in result[f"{name}, at the end"]
         assert result["afterwards"] == ["latest", "step-2", "step-6"]
+        assert result["there"] == [tmp_path / "checkpoints" / "step-6", None]
         assert "rank-00001-of-00003.safetensors is damaged" in result["damaged"]
         assert f"continue from {tmp_path}/checkpoints/step-2" in result["damaged"]
         assert "of rank 1 is not the folder of rank 0" in result["not shared"]
         assert result["stages"].startswith(f"cache_dir: {tmp_path}/of-rank-")
     whole = dict(CheckpointReader(tmp_path / "checkpoints" / "step-2").whole("weights"))
     reference = ToyState(0, 1).tensors
+    gathered = done[0]["gathered"]
+    assert [result["gathered"] for result in done[1:]] == [{}, {}]
+    assert {name: value.shape for name, value in gathered.items()} == {
+        name: value.shape for name, value in whole.items()
+    }
+    assert all(torch.equal(value, whole[name]) and value.dtype == whole[name].dtype for name, value in gathered.items())
     assert all(torch.equal(value.flatten(), reference["weights", name]) for name, value in whole.items())

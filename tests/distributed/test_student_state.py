@@ -15,6 +15,7 @@ from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
 from distiller.config import Optim
+from distiller.kept_buffers import KeptBuffers
 from distiller.launch import engine_name
 from distiller.optim import build_optimizer, set_learning_rate
 from distiller.student_state.base import Counters, Kind, StudentState
@@ -138,6 +139,7 @@ def _one_engine(name: str, folder: Path) -> dict[str, Any]:
     whole, counters = assembled(unbroken.state), unbroken.state.counters()
     expected = unbroken.train(range(3, 7))
     end = assembled(unbroken.state)
+    left_out = _left_out(unbroken, end)
     resumed = _loaded(name, folder / "b", whole, counters)
     at_once = assembled(resumed.state)
     losses = resumed.train(range(3, 7))
@@ -150,8 +152,18 @@ def _one_engine(name: str, folder: Path) -> dict[str, Any]:
         "whole": {
             f"{kind}/{name}": value.numpy() for (kind, name), value in whole.items() if value.dtype.is_floating_point
         },
+        "moved by an update that was left out": left_out,
         "other": _other_engine(name, folder / "c", whole, counters, expected),
     }
+
+
+def _left_out(trained: Trained, before: dict[tuple[Kind, str], Tensor]) -> list[Any]:
+    """A forward pass of which nothing is finite, as of an update that is left out; what it changes for good."""
+    buffers = KeptBuffers(trained.student)
+    dtype = next(trained.student.parameters()).dtype
+    trained.student(torch.full((4, 5), float("nan"), dtype=dtype))
+    buffers.follow(torch.ones(()))
+    return _equal(assembled(trained.state), before)
 
 
 def _other_engine(name: str, folder: Path, whole: Any, counters: Counters, expected: list[float]) -> float | None:
@@ -223,6 +235,7 @@ def test_a_loaded_engine_goes_on_bit_for_bit(request, name):
         assert result["same at once"] == []
         assert result["losses"][0] == result["losses"][1]
         assert result["same at the end"] == []
+        assert result["moved by an update that was left out"] == []
 
 
 @pytest.mark.parametrize("name", engines(BETWEEN))

@@ -97,6 +97,7 @@ SAME_ENVIRONMENT = "make_environment() { :; }\n"
 RUN_FILES = {
     "progress.json",
     "recipe.yaml",
+    "inputs.json",
     "metrics.jsonl",
     "bad_batches.jsonl",
     "summary.json",

@@ -178,6 +178,8 @@ def test_a_user_error_is_one_line_from_rank_0(toy):
     ours = [line for line in result.stderr.splitlines() if line.startswith("distiller: ")]
     assert len(ours) == 1
     assert "999" in ours[0]
+    # And below the launcher's own traceback, which is longer than a screen.
+    assert result.stderr.splitlines()[-2] == f"  traceback : {ours[0]}"
     assert not (toy / "never").exists()
 
 

@@ -34,3 +34,15 @@ def make_recipe(pipelines, tmp_path):
         return parse(data)
 
     return make
+
+
+@pytest.fixture
+def fresh():
+    """Lets one test build several Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    return reset

@@ -536,7 +536,7 @@ class TestTeacherFolder:
             for file in (folder / name).glob("*.safetensors"):
                 file.rename(file.with_suffix(".bin"))
 
-        refuse_teacher(damage, f"{name} holds no weights in safetensors")
+        refuse_teacher(damage, f"{name}: holds no weights in ")
 
     @pytest.mark.parametrize("size", [0, 5, 500, -1])
     def test_truncated_weights(self, refuse_teacher, size):
@@ -1127,7 +1127,7 @@ class TestRunFolder:
         [
             ("recipe.yaml", "seed: [", ["run/recipe.yaml", "not valid YAML"]),
             ("recipe.yaml", "", ["run/recipe.yaml", "a mapping of keys"]),
-            ("student/config.json", None, ["run", "no student/", "finish its training"]),
+            ("student/config.json", None, ["run", "neither student/ nor a checkpoint", "finish its training"]),
             ("student/config.json", "{", ["run", "student/ is damaged", "config.json"]),
             ("student/diffusion_pytorch_model.safetensors", None, ["run", "student/ is damaged", "safetensors"]),
             ("student/diffusion_pytorch_model.safetensors", "abc", ["run", "student/ is damaged", "safetensors"]),
@@ -1156,7 +1156,6 @@ class TestRunFolder:
         [
             ("evaluation.num_samples=0", ["evaluation.num_samples", "given 0", "greater than 0"]),
             ("evaluation.num_sample=5", ["'evaluation.num_sample'", "did you mean 'evaluation.num_samples'"]),
-            ("evaluation.judge=digits", ["evaluation.judge=digits", "64 x 64", "task.height 32"]),
             ("num_samples", ["'num_samples'", "key.sub=value"]),
         ],
     )
@@ -1164,6 +1163,9 @@ class TestRunFolder:
         refuse(["evaluate", "run", override], *words)
         refuse(["sample", "run", override, "--prompts", "a red cat"], *words)
         refuse(["sample", "run", "--prompts", "a red cat", "--seed", "1", override], *words)
+
+    def test_a_judge_of_another_size(self, refuse, run_dir):
+        refuse(["evaluate", "run", "evaluation.judge=digits"], "evaluation.judge=digits", "64 x 64", "task.height 32")
 
     def test_an_override_among_the_prompts(self, refuse, run_dir):
         given = "teacher.placement=streamed"

@@ -17,9 +17,9 @@ from distiller.average import MovingAverage
 from distiller.checkpoint import saving, snapshot, writing
 from distiller.checkpoint.format import dump_progress, parse_progress, rank_file
 from distiller.checkpoint.reading import CheckpointReader, find_damage
-from distiller.checkpoint.resuming import latest_step
+from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
-from distiller.checkpoint.schedule import is_due
+from distiller.checkpoint.schedule import is_due, is_time
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, UserError
@@ -235,6 +235,23 @@ def test_a_changed_progress_file_is_damaged(tmp_path, state):
             CheckpointReader(file.parent)
 
 
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_checkpoint_under_another_steps_name_is_refused(tmp_path, state, is_link):
+    """Resuming and exporting would take step 2's weights for step 8's."""
+    checkpoints(tmp_path, state).save(2, 0, wait=True)
+    folder = tmp_path / "checkpoints"
+    if is_link:
+        (folder / "step-8").symlink_to("step-2")
+    else:
+        shutil.copytree(folder / "step-2", folder / "step-8")
+    words = rf"{folder}/step-8 is the checkpoint of step 2, copied or linked under another name"
+    with pytest.raises(UserError, match=rf"^--resume: {words}; remove {folder}/step-8 .* continue from .*step-2$"):
+        check_resumable(tmp_path, 8, IDENTITY)
+    with pytest.raises(UserError, match=words):
+        CheckpointReader(folder / "step-8")
+    assert check_resumable(tmp_path, 2, IDENTITY).step == 2
+
+
 def test_pieces_that_leave_a_hole_are_refused(tmp_path, state):
     checkpoints(tmp_path, state).save(2, 0, wait=True)
     shot = Snapshot(CPU)
@@ -278,7 +295,10 @@ def snapshot_progress(state: ToyState, files: dict) -> object:
 @pytest.mark.parametrize(
     ("settings", "step", "elapsed_s", "due"),
     [
-        ({}, 4, 1e9, False),
+        ({}, 4, 599.0, False),
+        ({}, 4, 600.0, True),
+        ({"every_minutes": None}, 4, 1e9, False),
+        ({"every_steps": 5}, 4, 1e9, False),
         ({}, 10, 0, True),
         ({"at_end": False, "every_steps": 5}, 10, 0, False),
         ({"every_steps": 4}, 4, 0, True),
@@ -289,7 +309,8 @@ def snapshot_progress(state: ToyState, files: dict) -> object:
     ],
 )
 def test_when_a_checkpoint_is_due(settings, step, elapsed_s, due):
-    assert is_due(Checkpoint(**settings), step, 10, elapsed_s) is due
+    checkpoint = Checkpoint(**settings)
+    assert is_due(checkpoint, step, 10, is_time(checkpoint, elapsed_s)) is due
 
 
 def test_the_buffers_size_is_what_the_allocator_gives():

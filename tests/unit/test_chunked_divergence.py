@@ -13,7 +13,7 @@ from distiller.errors import UserError
 from distiller.language import chunked
 from distiller.language.chunked import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
 from distiller.language.divergences import ForwardKL, JensenShannon, ReverseKL, SparseTarget
-from distiller.language.network import Head
+from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds
 from distiller.language.objective import Objective, token_losses
 from distiller.language.sparse import SparseForm
 from distiller.language.stored import TokenForm, target_of
@@ -33,6 +33,8 @@ class Case:
     target: Any
     labels: torch.Tensor
     mask: torch.Tensor
+    change: LogitChange = PLAIN
+    ids: TokenIds | None = None
 
     def run(self, objective, **options):
         """The sums, and the gradients by hidden states, weight and bias."""
@@ -44,7 +46,7 @@ class Case:
         return sums, [tensor.grad for tensor in inputs]
 
     def sums(self, objective, **options):
-        options = {"chunk_tokens": 4, "compile": False} | options
+        options = {"chunk_tokens": 4, "compile": False, "change": self.change, "ids": self.ids} | options
         return chunked_loss(
             self.hidden, self.weight, self.target, self.labels, self.mask, objective, bias=self.bias, **options
         )
@@ -81,12 +83,22 @@ def rounded(exact, dtype):
     return exact + (exact.detach().to(dtype).double() - exact.detach())
 
 
+def changed(logits, change):
+    """What the library's models do, in their own order."""
+    logits = logits * change.scale
+    return logits if change.cap is None else change.cap * torch.tanh(logits / change.cap)
+
+
 def expect(case, objective, dtype=torch.float32):
-    """Divergence, cross-entropy, agreeing tokens, and the gradients of three times the loss, in float64."""
+    """Divergence, cross-entropy, agreeing tokens, unused, and the gradients of three times the loss, in float64."""
     inputs = [x.detach().double().requires_grad_() for x in (case.hidden, case.weight, case.bias) if x is not None]
     student = F.linear(inputs[0], inputs[1], inputs[2] if len(inputs) > 2 else None)
-    student = rounded(student, dtype)[case.mask]
-    labels = case.labels[case.mask]
+    student = everything = changed(rounded(student, dtype)[case.mask], case.change)
+    labels, known = case.labels[case.mask], slice(None)
+    if case.ids is not None:
+        known = [number for number in range(case.ids.size) if number not in case.ids.absent]
+        labels = torch.tensor([known.index(label) for label in labels])
+        student = student[:, known]
     q_all = student / objective.temperature
     if isinstance(case.target, SparseTarget):
         ids = case.target.ids[case.mask]
@@ -99,14 +111,19 @@ def expect(case, objective, dtype=torch.float32):
         else:
             teacher = case.target.logits.double()
         shared = min(teacher.shape[1], student.shape[1])
-        teacher = rounded(teacher, dtype)[case.mask, :shared]
+        teacher = rounded(teacher, dtype)[case.mask]
+        if isinstance(case.target, HiddenTarget):
+            teacher = changed(teacher, case.target.change)
+        teacher = teacher[:, :shared] if case.ids is None else teacher[:, known]
         p, q = (teacher / objective.temperature).softmax(1), q_all[:, :shared].softmax(1)
         agreeing = student[:, :shared].argmax(1) == teacher.argmax(1)
     divergence = objective.temperature**2 * plain(objective.divergence, p, q).sum()
     cross_entropy = F.cross_entropy(student, labels, reduction="sum")
-    loss = objective.weight * divergence + (1 - objective.weight) * cross_entropy
+    unused = -everything.softmax(1)[:, known].sum(1).log().sum()
+    loss = objective.weight * divergence + (1 - objective.weight) * cross_entropy + unused
     (3 * loss).backward()
-    return [divergence.detach(), cross_entropy.detach(), agreeing.sum()], [x.grad for x in inputs]
+    values = [divergence.detach(), cross_entropy.detach(), agreeing.sum(), unused.detach()]
+    return values, [x.grad for x in inputs]
 
 
 def assert_near(ours, theirs, tolerance):
@@ -123,8 +140,54 @@ def check(case, objective, tolerance=2e-5, dtype=torch.float32, **options):
         assert ours.dtype is torch.float32
         assert not ours.requires_grad
         assert_near(ours, theirs, tolerance)
+    torch.testing.assert_close(sums.unused.double(), expected[3], rtol=tolerance, atol=1e-6 * len(case.mask))
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
         assert_near(ours, theirs, tolerance if dtype is torch.float32 else 2e-2)
+
+
+CHANGES = {
+    "plain": (PLAIN, PLAIN),
+    "scale": (LogitChange(0.25), LogitChange(3.0)),
+    "cap": (LogitChange(cap=2.0), LogitChange(cap=5.0)),
+    "both": (LogitChange(0.5, 1.5), LogitChange(2.0, 4.0)),
+    "student alone": (LogitChange(0.5, 1.5), PLAIN),
+}
+"""Of student and teacher."""
+
+
+@pytest.mark.parametrize("ids", [None, TokenIds(7), TokenIds(8, (2, 5))], ids=["all", "padded", "holes"])
+@pytest.mark.parametrize("changes", CHANGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_changed_logits_and_ids_of_tokens_equal_float64(ids, changes, dtype):
+    case = make(vocabulary=12, teacher_vocabulary=10, dtype=dtype)
+    case.ids, case.change = ids, CHANGES[changes][0]
+    if ids is not None:
+        known = [number for number in range(ids.size) if number not in ids.absent]
+        case.labels = torch.tensor(known)[case.labels.clamp(min=0) % len(known)].where(case.mask, IGNORED)
+    case.target = case.target._replace(change=CHANGES[changes][1])
+    for divergence in (ForwardKL(), ReverseKL(), JensenShannon(0.3)):
+        check(case, Objective(divergence, 2.0, 0.6), dtype=dtype)
+    check(case, Objective(JensenShannon(0.3), 0.7, 1.0), dtype=dtype)
+
+
+def test_only_ids_of_tokens_reach_a_sparse_target_and_a_text():
+    case, ids = make("all", vocabulary=12, teacher_vocabulary=12), TokenIds(9, (4,))
+    weight, change = case.target.weight.clone(), LogitChange(0.5, 3.0)
+    weight[[4, 9, 10, 11]] = 50.0
+    head = Head(weight[:9], None, change, ids)
+    case.target, case.ids = HiddenTarget.of(case.target.hidden, head), ids
+    case.labels = case.labels.masked_fill(case.labels == 4, 3) % 9
+    objective = Objective(ForwardKL(), 2.0, 0.7)
+    sums, gradients = case.run(objective)
+    form = TokenForm(SparseForm("topk", 8, 2, 2.0, ids.size), seed=0)
+    kept = form.store_tokens(case.target.hidden, 0, head)
+    case.target = target_of(form.restore_tokens([kept], [NUM_TOKENS], NUM_TOKENS), head, ids.size)
+    assert not (case.target.ids == 4).any()
+    stored, stored_gradients = case.run(objective)
+    torch.testing.assert_close(stored.divergence, sums.divergence, rtol=2e-3, atol=2e-3)
+    for ours, theirs in zip(stored_gradients, gradients, strict=True):
+        assert_near(ours, theirs, 2e-3)
+    assert (head.logits(torch.ones(1, TEACHER_WIDTH)).argmax(1) != 4).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -386,6 +449,10 @@ def test_rows_that_fill_up_a_chunk_may_hold_anything():
 def test_compiled_equals_eager(mask):
     """Also where the last chunk is filled up, from memory that holds anything, with a label that is no id."""
     case, objective = make(mask), Objective(JensenShannon(0.5), 0.7, 0.6)
+    if mask == "ragged":
+        case.change, case.ids = LogitChange(0.5, 4.0), TokenIds(11, (3,))
+        case.labels = case.labels.masked_fill(case.labels == 3, 2)
+        case.target = case.target._replace(change=LogitChange(2.0, 5.0))
     assert mask == "ragged" or (not case.mask[0] and case.labels[0] == IGNORED)
     sums, gradients = case.run(objective)
     compiled, compiled_gradients = case.run(objective, compile=True)

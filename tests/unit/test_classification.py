@@ -336,7 +336,7 @@ class TestData:
         other.save_to_disk(str(tmp_path / "two"))
         of = lambda column: ClassificationData(kind="datasets", path=str(tmp_path / "two"), image_column=column)  # noqa: E731
         one, two = (open_pictures(of(column)) for column in ("image", "thumbnail"))
-        assert one.versions() != two.versions()
+        assert one.contents(tmp_path) != two.contents(tmp_path)
         assert one.names != two.names
         for changes, words in (
             ({"split": "x"}, "there are train"),
@@ -355,7 +355,7 @@ class TestRuns:
         folder = run(data)
         assert "student.batch_norm is batch" in capsys.readouterr().out
         assert {path.name for path in folder.iterdir()} == {
-            "checkpoints", "metrics.jsonl", "recipe.yaml", "samples.png", "student", "summary.json",
+            "checkpoints", "inputs.json", "metrics.jsonl", "recipe.yaml", "samples.png", "student", "summary.json",
         }  # fmt: skip
         line = toys.read_metrics(folder)[0]
         assert line["loss"] == pytest.approx(0.5 * line["loss/labels"] + 0.5 * line["loss/distillation"], rel=1e-6)

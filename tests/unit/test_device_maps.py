@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from distiller.teachers.device_maps import DeviceMap, balanced_map, check_custom
 from distiller.teachers.filling import Plan
 from distiller.teachers.layout import Unit, lay_out
 from distiller.teachers.places import find_places, give_own_slots, passing_part, resident_parts
-from distiller.teachers.spread import maps_within
+from distiller.teachers.spread import pack
 from distiller.teachers.travelling import Carrier, attach_hooks
 from tests.toy_network import DIM, NUM_BLOCKS, ToyNetwork
 
@@ -51,7 +50,9 @@ def test_blocks_stay_whole_and_two_modules_share_the_room(make_map):
     plans = [plan_of(), replace(plan_of(), name="second")]
     total = sum(unit.num_bytes for unit in plans[0].units)
     room = {0: total, 1: 2 * total, 2: total}
-    maps = maps_within(plans, "balanced", make_map, room, has_disk=False)
+    packing = pack(plans, make_map, room, reads_in_use=False)
+    assert packing.fits
+    maps = packing.maps
     used = [bytes_on_devices(plan, device_map) for plan, device_map in zip(plans, maps, strict=True)]
     assert all(sum(of_plan.get(number, 0) for of_plan in used) <= room[number] for number in room)
     assert maps[0] != maps[1] or make_map is balanced_map
@@ -80,23 +81,28 @@ def test_float32_islands_count_as_such():
 @pytest.mark.parametrize("make_map", [balanced_map, sequential_map])
 def test_what_finds_no_room_is_refused_with_what_would_fit(make_map):
     room = {0: 3 * BLOCK_BYTES, 1: 3 * BLOCK_BYTES}
-    with pytest.raises(UserError, match=r"balanced needs .*without a place: .* choose .*=streamed or cpu or disk$"):
-        maps_within([plan_of()], "balanced", make_map, room, has_disk=False)
-    with pytest.raises(UserError, match=r"balanced needs .*; choose teacher\.placement=cpu$"):
-        maps_within([plan_of()], "balanced", make_map, dict.fromkeys(room, 2 * BLOCK_BYTES), has_disk=False)
-    with pytest.raises(UserError, match=r"custom needs .*; choose teacher\.placement=streamed or cpu or disk$"):
-        maps_within([plan_of()], "custom", lambda *_: {"": "disk", "blocks": 1}, room, has_disk=True)
-    assert maps_within([plan_of()], "custom", lambda *_: {"": "disk"}, room, has_disk=True) == [{"": "disk"}]
+    packing = pack([plan_of()], make_map, room, reads_in_use=False)
+    assert not packing.fits
+    with pytest.raises(UserError, match=r"balanced needs .*without a place: .* have 0: 0\.00 GiB, .*; choose another$"):
+        packing.check("balanced", "choose another")
+    crowded = pack([plan_of()], lambda *_: {"": "disk", "blocks": 1}, room, reads_in_use=True)
+    assert not crowded.fits
+    with pytest.raises(UserError, match=r"custom needs .*; these fit$"):
+        crowded.check("custom", "these fit")
+    from_disk = pack([plan_of()], lambda *_: {"": "disk"}, room, reads_in_use=True)
+    assert from_disk.fits
+    assert from_disk.maps == [{"": "disk"}]
+    from_disk.check("custom", "these fit")
 
 
 def test_a_gpu_keeps_room_for_the_student_contexts_and_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=80 * 2**30))
     monkeypatch.setattr(device_maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
     ranks = Ranks(torch.device("cuda", 0), 0, 2, 0, 2, None, None)
     room = device_maps.room_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
     contexts = 2 * device_maps.CONTEXT_BYTES
-    assert room == {0: (70 - 8 - 10) * 2**30 - contexts, 1: (70 - 8) * 2**30 - contexts, 2: 0}
+    assert room == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
+    assert device_maps.room_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
 
 
 @pytest.mark.parametrize(

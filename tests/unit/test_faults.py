@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
+import multiprocessing
 import os
 import signal
+import socket
+import stat
+import tempfile
+from collections import namedtuple
 from collections.abc import Iterator
+from multiprocessing.connection import arbitrary_address
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
+from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
-from distiller import cli, commands, draws
+from distiller import caching, cli, commands, draws, durable
+from distiller.checkpoint import saving
+from distiller.checkpoint.snapshot import Snapshot
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
-from distiller.errors import RunError
+from distiller.errors import RunError, UserError
 from distiller.process import settle_loader_worker
 from distiller.recipe_file import dump
 from tests import toys
@@ -82,6 +94,27 @@ def test_a_killed_loader_process_is_one_line():
         next(batches_of(loader))
 
 
+@pytest.mark.parametrize("num_bytes", [75, 76])
+def test_loader_processes_are_refused_where_their_sockets_paths_would_be_too_long(make_recipe, monkeypatch, num_bytes):
+    """Of 76 bytes: there the workers fail, and the loop would wait for them for ever."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
+        folder = Path(parent, "x" * (num_bytes - len(parent) - 1))
+        own = folder / "pymp-12345678"
+        own.mkdir(parents=True)
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        # As Python keeps it, without the finalizer that would remove it when the test is long over.
+        monkeypatch.setattr(multiprocessing.current_process(), "_config", {"tempdir": str(own)})
+        is_refused = num_bytes == 76
+        too_long = pytest.raises(OSError, match="path too long") if is_refused else contextlib.nullcontext()
+        with socket.socket(socket.AF_UNIX) as listener, too_long:
+            listener.bind(arbitrary_address("AF_UNIX"))
+        recipe = make_recipe(train={"max_steps": 1, "num_workers": 2})
+        words = rf"num_workers is 2 .* {folder}, has a path of 76 bytes, 1 more than .*; set TMPDIR to a shorter"
+        with pytest.raises(UserError, match=words) if is_refused else contextlib.nullcontext():
+            commands.check(recipe, None)
+        commands.check(make_recipe(train={"max_steps": 1, "num_workers": 0}), None)
+
+
 def test_every_metric_of_the_contract_is_on_every_line(make_recipe):
     recipe = make_recipe(train={"max_steps": 2, "batch_size": 8, "log_every": 1})
     commands.train(recipe, resume=False)
@@ -129,6 +162,102 @@ def test_a_disk_that_is_full_after_the_loop(make_recipe, tmp_path, monkeypatch, 
     assert "Traceback" not in printed
     monkeypatch.undo()
     assert cli.guarded(lambda stops: commands.train(recipe, resume=True)) == 0
+
+
+@pytest.fixture
+def unsynced(monkeypatch) -> int:
+    """A file system that cannot sync folders."""
+    sync, code = os.fsync, errno.EINVAL
+
+    def fsync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    return code
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_a_file_system_that_cannot_sync_folders_is_said_once_and_serves(make_recipe, tmp_path, capsys):
+    recipe = make_recipe(train={"max_steps": 2, "batch_size": 8}, checkpoint={"every_steps": 1})
+    assert cli.guarded(lambda stops: commands.train(recipe, resume=False)) == 0
+    printed = capsys.readouterr()
+    said = f"note: {tmp_path}/run lies on a file system that does not bring the names in a folder to the disk when"
+    assert (printed.out + printed.err).count(said) == 1
+    assert "not written" not in printed.out + printed.err
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step-2"
+    assert (tmp_path / "run" / "student").is_dir()
+
+
+@pytest.mark.usefixtures("unsynced")
+def test_a_cache_on_such_a_file_system_is_made_and_that_is_said_once(make_recipe, tmp_path, capsys):
+    recipe = make_recipe(teacher={"cache": str(tmp_path / "cached")}, train={"max_steps": 1, "batch_size": 8})
+    assert cli.guarded(lambda stops: caching.make_cache(recipe)) == 0
+    assert capsys.readouterr().out.count(f"note: {tmp_path}/cached lies on a file system") == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "is_none"), [(errno.EOPNOTSUPP, False), (errno.ENOSYS, False), (errno.EIO, True), (errno.ENOSPC, True)]
+)
+def test_what_fsync_says_of_a_broken_or_full_disk_is_no_missing_feature(tmp_path, monkeypatch, code, is_none):
+    monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
+    if is_none:
+        with pytest.raises(OSError, match=os.strerror(code)):
+            durable.sync_folder(tmp_path)
+    else:
+        assert durable.sync_folder(tmp_path) is False
+        assert "does not bring files to the disk" in (durable.missing_durability(tmp_path) or "")
+    assert os.listdir(tmp_path) == []
+
+
+def no_room(monkeypatch) -> None:
+    """The disk has room for the student, but not for a checkpoint, which takes three times as much."""
+    usage = namedtuple("usage", "total used free")(10**9, 0, 2**20)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage)
+
+
+def no_memory(monkeypatch) -> None:
+    """A snapshot of weights and moments is too large for the host."""
+    take = Snapshot.take
+
+    def failing(shot, pieces) -> None:
+        pieces = list(pieces)
+        if len({kind for kind, _ in pieces}) > 1:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        take(shot, pieces)
+
+    monkeypatch.setattr(Snapshot, "take", failing)
+
+
+def no_writing(monkeypatch) -> None:
+    """The disk is full when the bytes are written."""
+    monkeypatch.setattr(Snapshot, "write", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
+
+
+@pytest.mark.parametrize("ema_decay", [None, 0.9])
+@pytest.mark.parametrize("failing", [no_room, no_memory, no_writing])
+def test_the_student_is_exported_whatever_happens_to_its_checkpoints(
+    make_recipe, tmp_path, monkeypatch, capsys, failing, ema_decay
+):
+    """And all else that a run leaves; the exit code says that not all of it is there."""
+    options = {"train": {"max_steps": 3, "batch_size": 8, "ema_decay": ema_decay}, "cache_dir": str(tmp_path / "cache")}
+    healthy = make_recipe(output_dir=str(tmp_path / "healthy"), **options)
+    commands.train(healthy, resume=False)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    recipe = make_recipe(checkpoint={"every_steps": 2}, **options)
+    capsys.readouterr()
+    with monkeypatch.context() as patch:
+        failing(patch)
+        assert cli.guarded(lambda stops: commands.train(recipe, resume=False)) == 1
+    folder, last = tmp_path / "run", capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"distiller: the checkpoint was not written: {folder}/checkpoints/step-3: ")
+    assert last.endswith(f"there is none yet; the student is complete, in {folder}/student")
+    toys.assert_same_run(folder, tmp_path / "healthy", 0.0, 0.0)
+    assert json.loads((folder / "summary.json").read_text())["failed_saves"] == 2
+    assert (folder / "samples.png").is_file()
+    assert not list(folder.glob("checkpoints/*"))
 
 
 @pytest.mark.parametrize("error", [OSError(errno.EIO, "broken"), SafetensorError("no header"), ValueError("a bug")])

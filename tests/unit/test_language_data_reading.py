@@ -46,6 +46,9 @@ def test_a_folder_and_a_glob_are_read_in_the_order_of_their_paths_and_blank_file
     assert [document.text for document in read(path=str(tmp_path), max_samples=1)] == ["first"]
 
 
+CHAT_WITH = '{"messages": [{"role": "assistant", "content": "x"}], %s}'
+
+
 def test_lines_of_json_hold_documents_of_three_forms(tmp_path):
     chat = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
     lines = [
@@ -80,6 +83,16 @@ def test_lines_of_json_hold_documents_of_three_forms(tmp_path):
         ('{"messages": []}', "line 2: messages is []"),
         ('{"messages": [{"content": "x"}]}', "is no message; it needs a role and a content"),
         ('{"messages": [{"role": "user", "content": "x"}]}', "line 2: no message has the role assistant"),
+        ('{"messages": [{"role": "assistant"}]}', "line 2: content is nothing; it must be text"),
+        (CHAT_WITH % '"tools": {"name": "f"}', "line 2: tools is {'name': 'f'}; it must be a list of objects"),
+        (CHAT_WITH % '"tools": "[{"', "line 2: tools is '[{', which is not JSON"),
+        (CHAT_WITH % '"documents": ["a"]', "line 2: documents is ['a']; it must be a list of objects"),
+        (CHAT_WITH % '"tools": [{"name": "\\ud800"}]', "line 2: name holds characters that are no text"),
+        (CHAT_WITH % '"chat_template_kwargs": 3', "line 2: chat_template_kwargs is 3; it must be an object"),
+        (CHAT_WITH % '"chat_template_kwargs": {"tokenize": true}', "line 2 says tokenize, which is not the data's"),
+        (CHAT_WITH % '"chat_template": "x"', "line 2 says chat_template, which is not the data's"),
+        (CHAT_WITH % '"functions": [{"name": "f"}]', "line 2 says functions, which is not the data's"),
+        ('{"text": "a", "tools": [{"name": "f"}]}', "line 2 has tools and no messages"),
         (b'{"text": "\xff"}', "line 2 is not UTF-8 text"),
         (b'{"text": "a\x00"}', "line 2 holds a NUL character"),
     ],
@@ -99,6 +112,44 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
 def test_a_text_that_is_none_is_named_by_its_line(tmp_path, content, message):
     with pytest.raises(UserError, match=message):
         read(path=write(tmp_path / "data.txt", content))
+
+
+def test_a_conversation_keeps_what_its_template_is_given(tmp_path):
+    tools, call = [{"name": "f", "parameters": {"x": None}}], {"name": "f", "arguments": {"x": 1, "y": None}}
+    messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    row = {"messages": messages, "tools": tools, "chat_template_kwargs": {"thinks": False}, "source": "here"}
+    lines = [row, row | {"tools": json.dumps(tools)}, {"messages": messages, "tools": None, "documents": []}]
+    path = write(tmp_path / "chats.jsonl", "\n".join(map(json.dumps, lines)))
+    found = read(kind="jsonl", path=path)
+    assert [document.options for document in found] == [{"tools": tools, "thinks": False}] * 2 + [{}]
+    # What stands within a call was written there; a message's own null is a key that it does not have.
+    assert found[0].messages == ({"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": [call]})
+
+
+def test_nulls_of_a_table_are_no_part_of_a_conversation(tmp_path):
+    """One column for all rows, one struct for all messages, calls and tools: most of their fields are null."""
+    datasets = pytest.importorskip("datasets")
+    first = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{"name": "f", "arguments": {"x": 1}}]},
+        {"role": "tool", "name": "f", "content": "2"},
+        {"role": "assistant", "content": "a"},
+    ]
+    second = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "tool_calls": [{"name": "g", "arguments": {"y": 2}}]},
+        {"role": "assistant", "content": "b"},
+    ]
+    rows = [
+        {"messages": first, "tools": [{"name": "f", "parameters": {"x": "int"}}], "chat_template_kwargs": {"z": 1}},
+        {"messages": second, "tools": [{"name": "g", "parameters": {"y": "int"}}]},
+    ]
+    saved = str(tmp_path / "saved")
+    datasets.Dataset.from_list(rows).save_to_disk(saved)
+    found = read(kind="datasets", path=saved)
+    assert [list(document.messages) for document in found] == [first, second]
+    tools = [row["tools"] for row in rows]
+    assert [document.options for document in found] == [{"tools": tools[0], "z": 1}, {"tools": tools[1]}]
 
 
 def test_what_is_not_there_is_named(tmp_path):

@@ -47,6 +47,39 @@ def test_of_a_conversation_the_assistants_turns_are_learnt(tmp_path, template):
     assert rest == ("<|system|>be short.<|end|><|user|>a cat?<|end|><|assistant|><|user|>and?<|end|><|assistant|>")
 
 
+TOOLS = [{"name": "f"}]
+
+
+@pytest.mark.parametrize("template", [CHAT, MARKED_CHAT])
+def test_a_template_is_given_what_stands_beside_the_messages(tmp_path, template):
+    beside = (
+        "{% if tools %}<|system|>{{ tools | map(attribute='name') | join }}<|end|>{% endif %}"
+        "{% for one in documents or [] %}{{ one.text }}{% endfor %}{{ mood }}"
+    )
+    tokenizer = DocumentTokenizer(byte_level(tmp_path, beside + template))
+    options = {"tools": TOOLS, "documents": [{"text": "cats"}], "mood": "calm"}
+    learnt, rest = parts(tokenizer, Chat("", MESSAGES, options))
+    assert learnt == "the dog 🦕<|end|>b<|end|>"
+    assert rest.startswith("<|system|>f<|end|>catscalm<|system|>be short.<|end|>")
+    assert parts(tokenizer, Chat("", MESSAGES))[1].startswith("<|system|>be short.<|end|>")
+
+
+def test_tools_that_a_template_leaves_out_are_refused(tmp_path):
+    tokenizer = DocumentTokenizer(byte_level(tmp_path, CHAT))
+    with pytest.raises(UserError, match=r"x line 3 has tools, of which the tokenizer's chat template writes nothing"):
+        list(tokenizer.tokenise([Chat("x line 3", MESSAGES, {"tools": TOOLS})]))
+
+
+def test_a_tokenizers_own_template_for_tools_is_taken(tmp_path):
+    """Also where it marks what is learnt and the other one does not."""
+    templates = {"default": CHAT, "tool_use": "{{ tools[0].name }}" + MARKED_CHAT}
+    tokenizer = DocumentTokenizer(byte_level(tmp_path, templates))
+    chats = [Chat("", MESSAGES), Chat("", MESSAGES, {"tools": TOOLS}), Chat("", MESSAGES)]
+    decode = tokenizer._tokenizer.decode
+    found = [decode(document.tokens) for document in tokenizer.tokenise(chats)]
+    assert found[1] == "f" + found[0] == "f" + found[2]
+
+
 def test_templates_that_cannot_say_what_is_the_answer_are_refused_by_name(tmp_path):
     forgetful = "{% for m in messages %}{% if loop.last %}{{ m['content'] }}{% endif %}{% endfor %}"
     raising = "{{ raise_exception('roles must alternate') }}"

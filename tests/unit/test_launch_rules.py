@@ -134,6 +134,8 @@ def test_questionnaires_that_are_refused(monkeypatch, tmp_path, answers, words):
         ({"machine_rank": "first"}, ["machine_rank is 'first'", "not a whole number"]),
         ({"main_process_port": 29500.5}, ["main_process_port is 29500.5", "not a whole number"]),
         ({"gpu_ids": 0}, ["gpu_ids is 0", "quotes"]),
+        ({"use_cpu": "no"}, ["use_cpu is 'no'", "true or false"]),
+        ({"enable_cpu_affinity": 1}, ["enable_cpu_affinity is 1", "true or false"]),
         ({"distributed_type": ["FSDP"]}, ["distributed_type is ['FSDP']", "not text"]),
         *(
             ({name: value}, [f"{name} is", "not a mapping of keys"])

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from torch.distributed import TCPStore
 
+from distiller.cli import main
 from distiller.errors import AgreedUserError, UserError
 from distiller.machines import choose_interface, meet, report_failure
 
@@ -81,3 +82,21 @@ def test_every_rank_hears_that_one_has_another_recipe(two_machines, monkeypatch,
         meet(terms[own])
     host = "elsewhere" if own == 0 else socket.gethostname()
     assert str(error.value).startswith(f"rank 1 on {host}: optim.lr is 0.2 and on rank 0 0.1; start every machine")
+
+
+@pytest.mark.parametrize("names", [("PMI_SIZE", "PMI_RANK"), ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")])
+def test_processes_that_mpi_started_are_refused_in_one_line(monkeypatch, capsys, names):
+    """Before any of them does the work of all. Accelerate, on a CPU, would ask for MASTER_ADDR in a traceback."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv(names[0], "2")
+    monkeypatch.setenv(names[1], "0")
+    assert main(["recipes"]) == 2
+    assert capsys.readouterr().err.startswith(f"distiller: {names[0]} is 2, so mpirun or srun started 2 processes")
+    monkeypatch.setenv(names[1], "1")
+    assert main(["recipes"]) == 2
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setenv(names[0], "1")
+    assert main(["recipes"]) == 0
+    monkeypatch.setenv(names[0], "2")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["recipes"]) == 0

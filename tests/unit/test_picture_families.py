@@ -145,7 +145,7 @@ def drawn_by_both(folder: Path, scale: float, steps: int) -> tuple[torch.Tensor,
     predict = guided_predictor(teacher, network, (0, 1), conditions, (scale, scale))
     process = family.noise_process(SHAPE)
     ours = draw(predict, process, conditions, steps, keep_points=True)
-    assert len(ours.points) == len(ours.predictions) == len(ours.timesteps) == process.num_predictions(steps)
+    assert len(ours.points) == len(ours.predictions) == len(ours.timesteps) == len(process.timesteps(steps))
     pipeline = family.pipeline_class.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     options = {"max_sequence_length": LENGTH} if family.architecture.part == "transformer" else {}

@@ -59,7 +59,7 @@ def test_captions_hold_the_same_characters(tmp_path):
         '{"file_name": "0.png", "text": "青い犬 🐦 "}',
     ]
     (tmp_path / "metadata.jsonl").write_bytes(b"\xef\xbb\xbf" + "\r\n".join(lines).encode())
-    found = find_images(tmp_path)
+    found, _ = find_images(tmp_path)
     assert [(image.name, caption) for image, caption in found] == [("2.png", "a red cat"), ("0.png", "青い犬 🐦")]
 
 

@@ -12,6 +12,7 @@ import torch
 from distiller import draws
 from distiller.average import MovingAverage
 from distiller.checkpoint.format import steps_in
+from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config import Checkpoint
 from distiller.errors import AgreedError, RunError, StoppedError
@@ -19,7 +20,7 @@ from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.trainer import train
 from tests.toy_state import IDENTITY
-from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, build_toy_run, toy_recipe
+from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, ToyStudent, build_toy_run, toy_recipe
 
 
 def plain_loop(batch_size: int, steps: int) -> tuple[list[float], list[float], torch.Tensor]:
@@ -148,6 +149,54 @@ def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
     assert steps == {4}
 
 
+class NormTask(SpoiltTask):
+    """With BatchNorm before the layer; the vectors of the spoilt samples are infinite, or their loss is."""
+
+    def __init__(self, spoilt: set[int], is_in_data: bool) -> None:
+        super().__init__(spoilt, 0.0 if is_in_data else math.inf)
+        self._is_in_data = is_in_data
+
+    def build_student(self):
+        linear = super().build_student().model
+        return ToyStudent(torch.nn.Sequential(torch.nn.BatchNorm1d(DIM), linear))
+
+    def student_inputs(self, batch, teacher_outputs, dtype):
+        inputs = super().student_inputs(batch, teacher_outputs, dtype)
+        is_spoilt = self._is_in_data and not self._spoilt.isdisjoint(self.sample_ids(batch))
+        return {"input": inputs["input"] + math.inf} if is_spoilt else inputs
+
+
+@pytest.mark.parametrize("is_in_data", [True, False])
+@pytest.mark.parametrize(("batch_size", "accumulation_steps"), [(8, 1), (4, 2)])
+def test_running_statistics_are_those_of_the_updates_taken(tmp_path, is_in_data, batch_size, accumulation_steps):
+    """In the student, in its average and in the last checkpoint; by hand, over the good updates alone."""
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=batch_size), accumulation_steps, task=NormTask({5}, is_in_data))
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.average = MovingAverage(state, 0.9)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, run.average)
+    train(run)
+    norm, data, means = torch.nn.BatchNorm1d(DIM), Sequences(), [torch.zeros(DIM), torch.ones(DIM)]
+    for step in range(8):
+        epoch, place = divmod(step * 8, 16)
+        order = draws.sample_order(0, epoch, 16)[place : place + 8]
+        if 5 not in order:
+            for part in range(accumulation_steps):
+                ids = order[part * batch_size :][:batch_size]
+                norm(torch.cat([data[epoch, sample_id][1] for sample_id in ids]))
+            for mean, value in zip(means, (norm.running_mean, norm.running_var), strict=True):
+                mean.lerp_(value, 0.1)
+    ours = run.student.model[0]
+    assert torch.allclose(ours.running_mean, norm.running_mean)
+    assert torch.allclose(ours.running_var, norm.running_var)
+    assert ours.num_batches_tracked == norm.num_batches_tracked == 4 * accumulation_steps
+    average = {piece.name: piece.values for piece in run.average.pieces()}
+    assert torch.allclose(average["model.0.running_mean"], means[0], atol=1e-6)
+    assert torch.allclose(average["model.0.running_var"], means[1], atol=1e-6)
+    saved = dict(CheckpointReader(tmp_path / "checkpoints" / "step-8").whole("weights"))
+    assert torch.equal(saved["model.0.running_var"], ours.running_var)
+    assert all(torch.isfinite(value).all() for value in saved.values())
+
+
 @pytest.mark.parametrize("log_every", [1, 100])
 def test_too_many_bad_updates_in_a_row_end_the_run_before_another_one(tmp_path, log_every):
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=log_every, max_bad_steps=3))
@@ -187,6 +236,24 @@ def test_a_stop_after_a_bad_update_keeps_what_was_trained(tmp_path):
     assert run.checkpoints.load(2) == 1
     assert torch.equal(flat(run), held)
     assert {int(state["step"]) for state in run.optimizer.state.values()} == {1}
+
+
+@pytest.mark.parametrize(
+    ("settings", "saved"),
+    [
+        ({"every_minutes": 1e-9}, list(range(1, 9))),
+        ({}, [8]),
+        ({"every_minutes": None}, [8]),
+        ({"every_steps": 5}, [5, 8]),
+    ],
+)
+def test_saves_by_the_clock_need_no_logged_step(tmp_path, settings, saved):
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=100))
+    run.recipe = run.recipe.model_copy(update={"checkpoint": Checkpoint(**settings)})
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, None)
+    train(run)
+    assert steps_in(tmp_path / "checkpoints") == saved
 
 
 def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_path):

@@ -27,22 +27,11 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
     return Path(recipe.output_dir)
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def test_a_run_leaves_the_contracts_files(make_recipe, capsys):
     folder = run(make_recipe(checkpoint={"every_steps": 2, "keep": 2}))
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "metrics.jsonl", "recipe.yaml", "samples.png", "stages", "student", "summary.json",
+        "checkpoints", "inputs.json", "metrics.jsonl", "recipe.yaml", "samples.png", "stages", "student",
+        "summary.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-6"

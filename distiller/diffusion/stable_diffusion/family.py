@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from diffusers import StableDiffusionPipeline
+from packaging.version import Version
 from torch import Tensor
 
 from distiller.diffusion.architecture import LatentShape
@@ -25,6 +26,9 @@ from distiller.resources import local_path
 
 LONGEST_TEXT = 10_000
 """No tokenizer of these pipelines has more tokens; those that were saved without a limit have a number beyond any."""
+
+FIRST_WITH_SAMPLE_SIZE, OLD_SAMPLE_SIZE = Version("0.9.0.dev0"), 64
+"""Of diffusers; what the pipeline makes of smaller ones in files that older versions saved."""
 
 BESIDE = ("safety_checker", "feature_extractor", "image_encoder")
 """Components that neither predict nor embed prompts."""
@@ -72,6 +76,24 @@ class StableDiffusionFamily(Family):
                 f"{theirs}; both must predict the same"
             )
 
+    def own_size(self) -> tuple[int, int, int]:
+        said, pixels = self.teacher_config["sample_size"], pixels_of_latent(self.files.vae_config)
+        sides = said if isinstance(said, list | tuple) else (said, said)
+        if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
+            raise UserError(
+                f"teacher.path: {self.files.location.given}: unet/config.json says sample_size {said!r}, from which no "
+                "size of a picture follows; give task.height and task.width"
+            )
+        saved_by = self.teacher_config.get("_diffusers_version")
+        if isinstance(said, int) and saved_by is not None and Version(saved_by) < FIRST_WITH_SAMPLE_SIZE:
+            # As the pipeline corrects it: early copies of Stable Diffusion 1 say 32.
+            sides = (max(said, OLD_SAMPLE_SIZE),) * 2
+        return 1, sides[0] * pixels, sides[1] * pixels
+
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        pixels = pixels_of_latent(self.files.vae_config)
+        return 1, shape[2] * pixels, shape[3] * pixels
+
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
         pixels = pixels_of_latent(self.files.vae_config)
         size = latent_size("StableDiffusionPipeline", num_frames, height, width, pixels, pixels)
@@ -84,6 +106,12 @@ class StableDiffusionFamily(Family):
     def text_length(self, task: DiffusionOptions) -> int:
         del task
         return self._length
+
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        return dict.fromkeys(tokenizers, length)
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
         return {}
@@ -138,7 +166,7 @@ class StableDiffusionFamily(Family):
             negative_prompt_embeds=negative["text"].float(),
             height=height * pipeline.vae_scale_factor,
             width=width * pipeline.vae_scale_factor,
-            num_inference_steps=recipe.sampling.num_inference_steps,
+            num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
             generator=conditions.generators(),
             output_type="latent",

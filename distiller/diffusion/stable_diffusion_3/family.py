@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,14 @@ class SD3Family(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
+    def own_size(self) -> tuple[int, int, int]:
+        side = self.teacher_config["sample_size"] * pixels_of_latent(self.files.vae_config)
+        return 1, side, side
+
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        pixels = pixels_of_latent(self.files.vae_config)
+        return 1, shape[2] * pixels, shape[3] * pixels
+
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
         pixels, config = pixels_of_latent(self.files.vae_config), self.teacher_config
         step = pixels * config["patch_size"]
@@ -86,6 +94,14 @@ class SD3Family(Family):
 
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
+
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        # The pipeline asks its first tokenizer for the limit of both that are CLIP's.
+        clip = tokenizers["tokenizer"].model_max_length
+        return {name: length if name == THIRD[1] else clip for name in tokenizers}
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
         return {}
@@ -147,7 +163,7 @@ class SD3Family(Family):
             negative_pooled_prompt_embeds=negative["pooled"].float(),
             height=height * pipeline.vae_scale_factor,
             width=width * pipeline.vae_scale_factor,
-            num_inference_steps=recipe.sampling.num_inference_steps,
+            num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
             output_type="latent",
         )

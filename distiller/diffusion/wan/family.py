@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,9 +48,27 @@ class WanFamily(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
+    def own_size(self) -> tuple[int, int, int]:
+        # Arguments of its call, which it rounds down to what its networks can take.
+        temporal, spatial = self._vae_steps
+        num_frames, height, width = (int(self.call_defaults[name]) for name in ("num_frames", "height", "width"))
+        _, patch_height, patch_width = self.teacher_config["patch_size"]
+        height -= height % (spatial * patch_height)
+        width -= width % (spatial * patch_width)
+        return (num_frames - 1) // temporal * temporal + 1, height, width
+
+    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+        temporal, spatial = self._vae_steps
+        return (shape[1] - 1) * temporal + 1, shape[2] * spatial, shape[3] * spatial
+
+    @property
+    def _vae_steps(self) -> tuple[int, int]:
+        """Frames and pixels that one latent stands for."""
+        config = self.files.vae_config
+        return int(config.get("scale_factor_temporal", 4)), int(config.get("scale_factor_spatial", 8))
+
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
-        spatial = int(self.files.vae_config.get("scale_factor_spatial", 8))
-        temporal = int(self.files.vae_config.get("scale_factor_temporal", 4))
+        temporal, spatial = self._vae_steps
         _, patch_height, patch_width = self.teacher_config["patch_size"]
         for name, pixels, step in (("height", height, spatial * patch_height), ("width", width, spatial * patch_width)):
             if pixels % step or pixels % 16:
@@ -70,6 +88,12 @@ class WanFamily(Family):
 
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
+
+    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+        return dict.fromkeys(tokenizers, length)
+
+    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+        return [prompt_clean(prompt) for prompt in prompts]
 
     def text_key(self) -> dict[str, Any]:
         return {"cleaned_by_ftfy": is_ftfy_available()}
@@ -93,8 +117,7 @@ class WanFamily(Family):
         The pipeline pads to `length` before the encoder, which masks the padding; here it pads to the longest prompt,
         which gives the same tokens and is an order of magnitude faster for short prompts.
         """
-        cleaned = [prompt_clean(prompt) for prompt in prompts]
-        tokens = pipeline.tokenizer(cleaned, truncation=True, max_length=length, add_special_tokens=True)
+        tokens = pipeline.tokenizer(self.cleaned(prompts), truncation=True, max_length=length, add_special_tokens=True)
         lengths = [len(ids) for ids in tokens.input_ids]
         with torch.no_grad():
             embeds, _ = pipeline.encode_prompt(
@@ -128,14 +151,15 @@ class WanFamily(Family):
 
     def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
         negative = expanded(conditions.negative, len(conditions.noise))
+        num_frames, height, width = recipe.task.size
         return pipeline(
             latents=conditions.noise,
             prompt_embeds=conditions.positive["text"].float(),
             negative_prompt_embeds=negative["text"].float(),
-            height=recipe.task.height,
-            width=recipe.task.width,
-            num_frames=recipe.task.num_frames,
-            num_inference_steps=recipe.sampling.num_inference_steps,
+            height=height,
+            width=width,
+            num_frames=num_frames,
+            num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
             output_type="latent",
         ).frames

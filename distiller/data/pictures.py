@@ -1,0 +1,117 @@
+"""Picture files as pixels: the one reader of the diffusion task's images and of classifiers' pictures."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageCms, ImageOps
+
+from distiller.errors import UserError
+
+SUFFIXES = frozenset(
+    f".{name}"
+    for name in "avif bmp gif jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tga tif tiff webp".split()  # noqa: SIM905
+)
+"""Of the files that are read as pictures."""
+
+WRITTEN_SUFFIXES = (".png", ".bmp", ".jpeg", ".jpg", ".webp")
+"""Of the files that `sample` writes."""
+
+READER = 2
+"""Changes when the same file gives other pixels, and with it the keys of what is made from them."""
+
+_SIXTEEN_BIT_FORMATS = ("PNG", "PPM", "JPEG2000")
+"""Formats whose pixels in Pillow's mode I (int32) go from 0 to 65,535."""
+
+
+class UnreadablePictureError(ValueError):
+    """The reason why a file gives no pixels, without the file's name."""
+
+
+def is_picture(file: Path) -> bool:
+    """Whether the name is that of a picture; hidden files (such as macOS's `._1.jpg`) are none."""
+    return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
+
+
+def check_size(file: Path) -> int:
+    """The file's size in bytes. Raises UserError for a file that is not there, such as a link to nothing."""
+    try:
+        return file.stat().st_size
+    except OSError as error:
+        raise UserError(f"data.path: {file} cannot be read ({error.strerror}); remove or restore it") from error
+
+
+def unread_note(files: Iterable[Path]) -> str | None:
+    """One line that counts these files by suffix, for files that are not read as pictures; None without any."""
+    counts = Counter(file.suffix.lower() or "no suffix" for file in files)
+    if not counts:
+        return None
+    named = ", ".join(f"{count} {suffix}" for suffix, count in counts.most_common(8))
+    more = f" and {len(counts) - 8} more suffixes" if len(counts) > 8 else ""
+    return (
+        f"data.path: files that are not read as pictures: {named}{more}; convert them if they are pictures (read are "
+        f"{', '.join(sorted(SUFFIXES))})"
+    )
+
+
+def open_picture(file: Path, num_channels: int) -> np.ndarray:
+    """A file's pixels, as `pixels_of`. Raises UnreadablePictureError."""
+    try:
+        with Image.open(file) as image:
+            return pixels_of(image, num_channels)
+    except UnreadablePictureError:
+        raise
+    except Exception as error:
+        # Pillow has a reader for each format, and damaged files make each raise errors of its own kinds.
+        raise UnreadablePictureError(str(error) or type(error).__name__) from error
+
+
+def pixels_of(image: Image.Image, num_channels: int) -> np.ndarray:
+    """uint8 [H, W, C] with one channel (grey) or three (RGB).
+
+    The picture stands as its EXIF entry says, transparent parts lie on white, 16 bits become 8 by rounding, and of an
+    animation the first frame counts. Raises UnreadablePictureError for 32-bit pixels, whose white no format defines.
+    """
+    stored_format = image.format
+    image.seek(0)
+    image = _on_white(_eight_bit(ImageOps.exif_transpose(image), stored_format))
+    pixels = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
+    return pixels[:, :, None] if num_channels == 1 else pixels
+
+
+def _eight_bit(image: Image.Image, stored_format: str | None) -> Image.Image:
+    """The image in a mode of 8 bits a channel, with its transparency."""
+    if image.mode == "LAB":
+        lab, rgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+        converted = ImageCms.profileToProfile(image, lab, rgb, outputMode="RGB")
+        assert converted is not None, "not in place"
+        return converted
+    if image.mode == "F" or (image.mode == "I" and stored_format not in _SIXTEEN_BIT_FORMATS):
+        raise UnreadablePictureError(
+            f"its pixels are 32-bit numbers (mode {image.mode}), which do not say what is white; save it with 8 or 16 "
+            "bits a channel"
+        )
+    if not image.mode.startswith("I"):
+        return image
+    # Pillow's own conversion cuts off at 255, so that nearly all of such a picture is white.
+    values = np.asarray(image)
+    grey = Image.fromarray(np.rint(values / 257).astype(np.uint8))
+    if "transparency" in image.info:
+        alpha = np.where(values == image.info["transparency"], 0, 255).astype(np.uint8)
+        return Image.merge("LA", (grey, Image.fromarray(alpha)))
+    return grey
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """The image without transparency."""
+    if not image.has_transparency_data:
+        return image
+    if image.mode in ("La", "RGBa"):
+        # Premultiplied pixels convert to their straight form alone.
+        image = image.convert("LA" if image.mode == "La" else "RGBA")
+    image = image.convert("RGBA")
+    white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+    return Image.alpha_composite(white, image).convert("RGB")

@@ -1,0 +1,49 @@
+"""Which texts lose their end because a pipeline's tokenizers keep only so many tokens of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from distiller.diffusion.family import Family
+from distiller.diffusion_config import DiffusionOptions
+from distiller.errors import shown
+
+BATCH_TEXTS = 1000
+"""Texts that are tokenised at once; their tokens are counted and dropped."""
+
+
+def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """A line for each group of texts and each tokenizer that cuts some of them.
+
+    Args:
+        groups: texts by what a user calls them. A text that stands twice counts twice and is tokenised once.
+    """
+    tokenizers = family.load_tokenizers()
+    kept = family.kept_tokens(tokenizers, family.text_length(task))
+    advice = "shorten them, or raise task.max_sequence_length" if task.max_sequence_length else "shorten them"
+    notices = []
+    for name, tokenizer in tokenizers.items():
+        for group, texts in groups.items():
+            lost = _lost_tokens(family, tokenizer, kept[name], texts)
+            cut = [text for text in texts if lost[text]]
+            if not cut:
+                continue
+            notices.append(
+                f"{group}: {len(cut)} of {len(texts)} texts lose {sum(lost[text] for text in cut):,} tokens in all, "
+                f"since the pipeline's {name} keeps {kept[name]} of each, special ones among them; the first, number "
+                f"{texts.index(cut[0]) + 1}, loses {lost[cut[0]]:,}: {shown(cut[0])}; {advice}"
+            )
+    return notices
+
+
+def _lost_tokens(family: Family, tokenizer: object, kept: int, texts: Sequence[str]) -> Counter[str]:
+    """How many tokens each text loses; those that lose none are not in it."""
+    assert callable(tokenizer)
+    unique, lost = list(dict.fromkeys(texts)), Counter[str]()
+    for first in range(0, len(unique), BATCH_TEXTS):
+        batch = unique[first : first + BATCH_TEXTS]
+        # Without `verbose=False` the tokenizer warns of texts beyond its own limit, of which this is the account.
+        ids = tokenizer(family.cleaned(batch), truncation=False, verbose=False)["input_ids"]
+        lost.update({text: len(one) - kept for text, one in zip(batch, ids, strict=True) if len(one) > kept})
+    return lost

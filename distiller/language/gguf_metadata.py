@@ -1,0 +1,125 @@
+"""What a GGUF file says of its model beyond what transformers' reader takes over: applied to the config, or refused.
+
+The reader maps some keys of each architecture and drops the others, without a word where they change the numbers:
+scaled rotary positions, sliding windows, caps of logits, widths of heads. Names of keys and tensors are those of
+llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from transformers.integrations import GGUF_CONFIG_MAPPING
+from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
+
+from distiller.errors import UserError
+from distiller.language.gguf_rope import ROPE_KEYS, apply_rope
+
+SECTIONS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+"""The reader's names of architectures that llama.cpp calls otherwise."""
+
+WITHOUT_EFFECT = frozenset(
+    [
+        *("vocab_size", "block_count", "context_length", "embedding_length", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "tensor_data_layout", "expert_group_count"),
+        *("decoder_start_token_id", "rope.scaling.finetuned"),
+    ]
+)
+"""Keys of sizes, which the shapes of the tensors say again, and of nothing that is computed."""
+
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("v_head_dim", "head_dim"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.sliding_window": ("sliding_window",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale",),
+    "expert_feed_forward_length": ("moe_intermediate_size", "intermediate_size"),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "expert_weights_scale": ("routed_scaling_factor",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "use_parallel_residual": ("use_parallel_residual",),
+    "residual_scale": ("residual_multiplier",),
+    "embedding_scale": ("embedding_multiplier",),
+}
+"""Keys, and the first of these names that a config has gets the key's value."""
+
+NEUTRAL: dict[str, Any] = {
+    "attention.causal": True,
+    "residual_scale": 1.0,
+    "embedding_scale": 1.0,
+    "logit_scale": 1.0,
+    "expert_weights_scale": 1.0,
+    "expert_gating_func": 1,
+    "pooling_type": 0,
+}
+"""Values with which a key changes nothing, beside 0."""
+
+
+def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Any], origin: str) -> None:
+    """Brings a config to what the file says. Raises UserError, which `origin` begins, for what it cannot say.
+
+    Args:
+        config: of the library, as its reader makes it of the file; changed in place.
+        metadata: the file's keys and values; of strings in a list, any value.
+        tensors: float32 numpy arrays by name, of those that hold factors of rotary positions.
+    """
+    architecture = metadata["general.architecture"]
+    prefix, known = f"{architecture}.", keys_taken(architecture, metadata, tuple(tensors))
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    if architecture == "llama" and hasattr(config, "sliding_window"):
+        # Mistral's, which the reader tells from Llama by name; llama.cpp gives neither a window.
+        config.sliding_window = None
+    apply_rope(config, own, tensors, known, origin, prefix)
+    for key, value in own.items():
+        if key in known or key in WITHOUT_EFFECT or key in ROPE_KEYS or value == NEUTRAL.get(key):
+            continue
+        if not value and not isinstance(value, bool):
+            # llama.cpp's way of saying that there is none.
+            continue
+        name = next((name for name in ATTRIBUTES.get(key, ()) if hasattr(config, name)), None)
+        widths = ("attention.key_length", "attention.value_length")
+        if name is None and key in widths and value == config.hidden_size // config.num_attention_heads:
+            continue
+        if name is None and value is False and key != "attention.causal":
+            continue
+        if name is None:
+            raise UserError(
+                f"{origin}: its key {prefix}{key} ({value}) changes what the model computes, and transformers' "
+                f"{type(config).__name__} has no such thing; give the model's folder of transformers instead"
+            )
+        if isinstance(value, float):
+            # A float32 of the file, where the library's own value is a short decimal number.
+            value = float(f"{value:.7g}")
+        setattr(config, name, value)
+
+
+def keys_taken(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
+    """The keys, without the architecture's name, that the library's reader makes something of."""
+    if architecture in GGUF_CONFIG_ARCHS:
+        read = _Recording(metadata)
+        get_gguf_config(read, tuple(tensors))
+        return {key.removeprefix(f"{architecture}.") for key in read.keys_read}
+    mapping = GGUF_CONFIG_MAPPING[SECTIONS.get(architecture, architecture)]
+    return {key for key, name in mapping.items() if name is not None}
+
+
+class _Recording(dict[str, Any]):
+    """Metadata that remembers which keys were asked for."""
+
+    def __init__(self, metadata: Mapping[str, Any]) -> None:
+        super().__init__(metadata)
+        self.keys_read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.keys_read.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:  # type: ignore[override]
+        self.keys_read.add(key)
+        return super().get(key, default)

@@ -1,0 +1,111 @@
+"""From last hidden states to the logits that are compared: output layer, scale and soft cap, ids that tokens have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@final
+@dataclass(frozen=True)
+class LogitChange:
+    """What a model does to the logits of its output layer: z becomes cap * tanh(scale * z / cap).
+
+    Attributes:
+        scale: positive.
+        cap: positive; None = the scale alone.
+    """
+
+    scale: float = 1.0
+    cap: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits stay as the output layer gives them."""
+        return self.scale == 1 and self.cap is None
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Of any shape and floating dtype: changed in float32, or, where nothing is to do, the same tensor."""
+        if self.is_plain:
+            return logits
+        changed = logits.float() * self.scale
+        return changed if self.cap is None else torch.tanh(changed / self.cap) * self.cap
+
+    def slope(self, changed: Tensor) -> Tensor | float:
+        """The derivative of what `apply` returned by what it was given, from what it returned."""
+        return self.scale if self.cap is None else self.scale * (1 - (changed / self.cap).square())
+
+
+PLAIN = LogitChange()
+
+
+@final
+@dataclass(frozen=True)
+class TokenIds:
+    """The ids that stand for a token; a model's output layer may have more.
+
+    Attributes:
+        size: they are below this.
+        absent: those below it that stand for none.
+    """
+
+    size: int
+    absent: tuple[int, ...] = ()
+
+    @staticmethod
+    def of(*tokenizers: Any) -> TokenIds:
+        """The ids that any of these tokenizers of transformers has."""
+        known = {number for tokenizer in tokenizers for number in tokenizer.get_vocab().values()}
+        size = max(known, default=-1) + 1
+        return TokenIds(size, tuple(sorted(set(range(size)) - known)))
+
+    @property
+    def num_tokens(self) -> int:
+        """How many ids stand for a token."""
+        return self.size - len(self.absent)
+
+    def num_unused(self, vocabulary: int) -> int:
+        """How many of an output layer's ids stand for no token."""
+        return max(vocabulary - self.size, 0) + len(self.absent)
+
+    def absence(self, device: torch.device) -> Tensor | None:
+        """[size] bool on the device, true where an id stands for no token; None where each stands for one."""
+        if not self.absent:
+            return None
+        mask = torch.zeros(self.size, dtype=torch.bool)
+        mask[list(self.absent)] = True
+        return mask.to(device, non_blocking=True)
+
+    def unused(self, vocabulary: int) -> list[int]:
+        """The ids of an output layer that stand for no token."""
+        return [*self.absent, *range(self.size, vocabulary)]
+
+
+class Head(NamedTuple):
+    """A model's output layer, in one floating dtype on one device."""
+
+    weight: Tensor
+    """[V, H]."""
+
+    bias: Tensor | None
+    """[V]."""
+
+    change: LogitChange = PLAIN
+    ids: TokenIds | None = None
+    """The ids that are compared and may be said; None = all."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits [N, ids] of hidden states [N, H], which are cast to the layer's dtype; -inf at absent ids."""
+        size = len(self.weight) if self.ids is None else self.ids.size
+        bias = None if self.bias is None else self.bias[:size]
+        logits = self.change.apply(F.linear(hidden.to(self.weight.dtype), self.weight[:size], bias))
+        return without_absent(logits, None if self.ids is None else self.ids.absence(logits.device))
+
+
+def without_absent(logits: Tensor, absent: Tensor | None) -> Tensor:
+    """Logits [N, V] with -inf where `absent` [V] is true; the same tensor where there is no `absent`."""
+    return logits if absent is None else logits.masked_fill(absent, -torch.inf)

@@ -1,0 +1,88 @@
+"""Which files hold a saved model's weights, by the rules of the two libraries, which differ.
+
+    transformers   `model.safetensors`, and only where there is none the shards of `model.safetensors.index.json`;
+                   before both, what `transformers_weights` of its config names
+    diffusers      the shards of `diffusion_pytorch_model.safetensors.index.json`, and only without an index
+                   `diffusion_pytorch_model.safetensors`
+
+So a whole file that was saved beside an older index is the model of transformers, and not of diffusers. Files of other
+names are not read by either.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from distiller.errors import UserError
+
+TRANSFORMERS_NAME = "model.safetensors"
+DIFFUSERS_NAME = "diffusion_pytorch_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+
+
+def transformers_files(folder: Path, origin: str) -> list[Path]:
+    """The safetensors files that `from_pretrained` of transformers reads; not every one needs to be there.
+
+    Raises:
+        UserError: which `origin` begins; none of these files is there, or an index is not readable.
+    """
+    if (named := _named_in(folder / "config.json")) is not None:
+        file = folder / named
+        return _shards(file, origin) if named.endswith(".index.json") else [file]
+    whole, index = folder / TRANSFORMERS_NAME, folder / f"{TRANSFORMERS_NAME}.index.json"
+    if whole.is_file():
+        return [whole]
+    if index.is_file():
+        return _shards(index, origin)
+    raise UserError(
+        f"{origin}: holds no weights in {TRANSFORMERS_NAME} or its shards (other names and formats are not read)"
+    )
+
+
+def diffusers_files(folder: Path, origin: str) -> list[Path]:
+    """The safetensors files that `from_pretrained` of diffusers reads; as `transformers_files`."""
+    whole, index = folder / DIFFUSERS_NAME, folder / f"{DIFFUSERS_NAME}.index.json"
+    if index.is_file():
+        return _shards(index, origin)
+    if whole.is_file():
+        return [whole]
+    raise UserError(
+        f"{origin}: holds no weights in {DIFFUSERS_NAME} or its shards (other names and formats are not read)"
+    )
+
+
+def index_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the index of a saved transformers model; nothing where there is none."""
+    index = folder / f"{TRANSFORMERS_NAME}.index.json"
+    return _weight_map(index, str(folder)) if index.is_file() else {}
+
+
+def refuse_adapter(folder: Path, origin: str) -> None:
+    """Raises UserError for a folder with an adapter, which transformers adds to the weights where peft is installed."""
+    if (folder / ADAPTER_CONFIG).is_file():
+        raise UserError(
+            f"{origin}: holds an adapter ({ADAPTER_CONFIG}), which is not read; merge it into the model (peft's "
+            "merge_and_unload) and save that, or remove the file"
+        )
+
+
+def _named_in(config: Path) -> str | None:
+    try:
+        named = json.loads(config.read_text(encoding="utf-8")).get("transformers_weights")
+    except (OSError, ValueError, AttributeError):
+        # Whoever needs the config says what is wrong with it.
+        return None
+    return named if isinstance(named, str) else None
+
+
+def _shards(index: Path, origin: str) -> list[Path]:
+    return sorted({index.parent / name for name in _weight_map(index, origin).values()})
+
+
+def _weight_map(index: Path, origin: str) -> dict[str, str]:
+    try:
+        content = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in content.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{origin}: {index.name} is not readable JSON with a weight_map") from error

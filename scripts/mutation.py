@@ -1,0 +1,321 @@
+"""Breaks the arithmetic on purpose, one place at a time, and says which breaks no test notices.
+
+    python scripts/mutation.py --sample 300                       # every group, 300 of their mutations
+    python scripts/mutation.py --group diffusion --survivors out.txt
+    python scripts/mutation.py --only distiller/losses.py:14      # one line, with what its tests print
+
+A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
+imported the libraries but nothing of distiller forks, and the fork imports the changed module and runs the group's unit
+tests until one fails. Its survivors are run again with all unit tests where --all-tests is given. Messages, annotations
+and docstrings are left alone. Exit code 1 when fewer than --at-least percent of the mutations were noticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import random
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PACKAGE = "distiller"
+GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
+    "diffusion": (
+        (
+            *("distiller/losses.py", "distiller/tasks/diffusion.py"),
+            *(f"distiller/diffusion/{name}.py" for name in ("noise_process", "flow_matching", "variance_preserving")),
+            *(f"distiller/diffusion/{name}.py" for name in ("noising", "conditions", "rollout", "sources", "batch")),
+            *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "drawing", "vae", "kl_vae")),
+        ),
+        ("reference_diffusion*", "losses", "rollout*", "picture_training", "picture_families", "prompts", "training"),
+    ),
+    "keys": (
+        ("distiller/cache/*.py", "distiller/stages.py", "distiller/data/*.py", "distiller/draws.py"),
+        ("reference_keys*", "cache", "stages", "order", "interrupted_stages", "picture_training", "prompts", "data*"),
+    ),
+    "language": (
+        (
+            *("distiller/language/[b-e]*.py", "distiller/language/objective.py", "distiller/language/rows.py"),
+            *("distiller/language/s*.py", "distiller/language/t*.py", "distiller/language/vocabulary.py"),
+            *("distiller/language/network.py", "distiller/language/logit*.py", "distiller/tasks/causal_lm.py"),
+        ),
+        ("reference_language*", "divergences", "chunked_divergence", "sparse_forms", "language_*", "bad_input"),
+    ),
+    "vision": (
+        ("distiller/vision/*.py", "distiller/tasks/classification.py"),
+        ("reference_classification*", "classification", "pictures*", "bad_input"),
+    ),
+    "training": (
+        (
+            *("distiller/optim.py", "distiller/trainer.py", "distiller/average.py", "distiller/health.py"),
+            *("distiller/micro_batch.py", "distiller/data/order.py", "distiller/checkpoint/schedule.py"),
+        ),
+        ("reference_training*", "optim", "trainer", "training", "order", "checkpoint", "faults"),
+    ),
+}
+"""Group -> (files, names of the unit tests that run first)."""
+
+SWAPS: dict[type[ast.AST], type[ast.AST]] = {
+    **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
+    **{ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult, ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt},
+    **{ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn},
+    **{ast.NotIn: ast.In, ast.And: ast.Or, ast.Or: ast.And, ast.USub: ast.UAdd},
+}
+NAMES = {"min": "max", "max": "min", "any": "all", "all": "any", "sum": "mean", "mean": "sum", "cos": "sin"}
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """Change number `index` of a file; `was` and `becomes` are its source before and after."""
+
+    file: str
+    index: int
+    line: int
+    was: str
+    becomes: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.was}  ->  {self.becomes}"
+
+
+class Mutator(ast.NodeTransformer):
+    """Visits every place that can be changed, in order, and changes the one whose number is `target`."""
+
+    def __init__(self, target: int | None = None) -> None:
+        self.target, self.count = target, 0
+        self.seen: list[tuple[int, str, str]] = []
+
+    def _offer(self, node: Any, changed: Any) -> Any:
+        number, self.count = self.count, self.count + 1
+        if self.target is None:
+            self.seen.append((getattr(node, "lineno", 0), ast.unparse(node), ast.unparse(changed)))
+        return ast.copy_location(changed, node) if number == self.target else node
+
+    def visit(self, node: ast.AST) -> Any:
+        # Messages, types, docstrings and what only a type checker reads.
+        if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
+            return node
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return node
+        return super().visit(node)
+
+    def visit_arg(self, node: ast.arg) -> Any:
+        return node
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
+        if node.value is not None:
+            node.value = self.visit(node.value)
+        return node
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> Any:
+        node.body = [self._statement(child) for child in node.body]
+        node.args.defaults = [self.visit(default) for default in node.args.defaults]
+        return node
+
+    def _statement(self, node: ast.stmt) -> Any:
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and "print" not in ast.unparse(node.value):
+            offered = self._offer(node, ast.Pass())
+            return offered if offered is not node else self.visit(node)
+        return self.visit(node)
+
+    def visit_Call(self, node: ast.Call) -> Any:
+        name = ast.unparse(node.func)
+        if name.endswith(("Error", "print", "Field", "warn", "TypeVar")):
+            return node
+        self.generic_visit(node)
+        for number, keyword in enumerate(node.keywords):
+            if keyword.arg is not None:
+                changed = copy.deepcopy(node)
+                del changed.keywords[number]
+                offered = self._offer(node, changed)
+                if offered is not node:
+                    return offered
+        if isinstance(node.func, ast.Name | ast.Attribute):
+            own = node.func.id if isinstance(node.func, ast.Name) else node.func.attr
+            if own in NAMES:
+                changed = copy.deepcopy(node)
+                setattr(changed.func, "id" if isinstance(node.func, ast.Name) else "attr", NAMES[own])
+                return self._offer(node, changed)
+        return node
+
+    def visit_BinOp(self, node: ast.BinOp) -> Any:
+        self.generic_visit(node)
+        if type(node.op) in SWAPS and not any(isinstance(side, ast.JoinedStr) for side in (node.left, node.right)):
+            changed = ast.BinOp(node.left, SWAPS[type(node.op)](), node.right)  # type: ignore[arg-type]
+            return self._offer(node, changed)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> Any:
+        self.generic_visit(node)
+        if len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
+            changed = ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)  # type: ignore[list-item]
+            return self._offer(node, changed)
+        return node
+
+    def visit_BoolOp(self, node: ast.BoolOp) -> Any:
+        self.generic_visit(node)
+        return self._offer(node, ast.BoolOp(SWAPS[type(node.op)](), node.values))  # type: ignore[arg-type]
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> Any:
+        self.generic_visit(node)
+        return self._offer(node, node.operand) if isinstance(node.op, ast.Not | ast.USub) else node
+
+    def visit_IfExp(self, node: ast.IfExp) -> Any:
+        self.generic_visit(node)
+        return self._offer(node, ast.IfExp(node.test, node.orelse, node.body))
+
+    def visit_If(self, node: ast.If) -> Any:
+        self.generic_visit(node)
+        changed = copy.copy(node)
+        changed.test = ast.UnaryOp(ast.Not(), node.test)
+        shown = ast.Expr(node.test), ast.Expr(changed.test)
+        number, self.count = self.count, self.count + 1
+        if self.target is None:
+            self.seen.append((node.lineno, f"if {ast.unparse(shown[0])}", f"if {ast.unparse(shown[1])}"))
+        return changed if number == self.target else node
+
+    def visit_Constant(self, node: ast.Constant) -> Any:
+        if isinstance(node.value, bool):
+            return self._offer(node, ast.Constant(not node.value))
+        if isinstance(node.value, int | float):
+            return self._offer(node, ast.Constant(node.value + 1))
+        return node
+
+
+def mutations_of(file: Path) -> Iterator[Mutation]:
+    """Every mutation of a file, in order."""
+    mutator = Mutator()
+    mutator.visit(ast.parse(file.read_text()))
+    for index, (line, was, becomes) in enumerate(mutator.seen):
+        yield Mutation(str(file), index, line, " ".join(was.split())[:100], " ".join(becomes.split())[:100])
+
+
+class MutatedLoader(importlib.machinery.SourceFileLoader):
+    """Compiles a module with one change."""
+
+    def __init__(self, name: str, mutation: Mutation) -> None:
+        super().__init__(name, str(Path(mutation.file).absolute()))
+        self._mutation = mutation
+
+    def get_code(self, fullname: str) -> Any:
+        tree = Mutator(self._mutation.index).visit(ast.parse(Path(self._mutation.file).read_text()))
+        return compile(ast.fix_missing_locations(tree), self._mutation.file, "exec")
+
+
+class MutatedFinder(importlib.abc.MetaPathFinder):
+    """Finds the changed module before anybody else does."""
+
+    def __init__(self, mutation: Mutation) -> None:
+        self._mutation = mutation
+        self._name = mutation.file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+    def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> Any:
+        if fullname != self._name:
+            return None
+        loader = MutatedLoader(fullname, self._mutation)
+        is_package = [str(Path(self._mutation.file).parent)] if self._mutation.file.endswith("__init__.py") else None
+        return importlib.util.spec_from_file_location(
+            fullname, self._mutation.file, loader=loader, submodule_search_locations=is_package
+        )
+
+
+def run_tests(mutation: Mutation | None, tests: Sequence[str], quiet: bool, channel: Any) -> None:
+    """In a fork: runs the tests with the change and sends pytest's exit code."""
+    import pytest
+
+    if quiet:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, 1)
+        os.dup2(null, 2)
+    if mutation is not None:
+        sys.meta_path.insert(0, MutatedFinder(mutation))
+    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain"]
+    selected = ["-x", "-q", *plugins, "-m", "not slow and not thorough"]
+    channel.send(int(pytest.main([*selected, *tests])))
+    channel.close()
+    os._exit(0)
+
+
+def outcome(mutation: Mutation | None, tests: Sequence[str], limit_s: float, quiet: bool = True) -> int | None:
+    """Pytest's exit code; None when the tests took longer than that, or the process died."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=run_tests, args=(mutation, tests, quiet, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv() if receiver.poll(limit_s) else None
+    except EOFError:
+        return None
+    finally:
+        process.kill()
+        process.join()
+
+
+def main() -> None:
+    """Runs the chosen mutations and prints the survivors."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--group", action="append", choices=GROUPS, help="default: all")
+    parser.add_argument("--sample", type=int, help="so many mutations of each group, drawn by --seed")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", help="FILE or FILE:LINE: nothing else, with what pytest prints")
+    parser.add_argument("--all-tests", action="store_true", help="survivors once more, with all unit tests")
+    parser.add_argument("--survivors", type=Path, help="a file that they are written to")
+    parser.add_argument("--at-least", type=float, default=0.0, metavar="PERCENT")
+    options = parser.parse_args()
+    sys.path.insert(0, os.getcwd())
+    # Only libraries: forks import the package, changed.
+    import accelerate  # noqa: F401
+    import diffusers.models  # noqa: F401
+    import torch
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    torch.set_num_threads(1)
+    assert PACKAGE not in sys.modules
+    noticed, survivors = 0, []
+    for group in options.group or GROUPS:
+        patterns, names = GROUPS[group]
+        files = sorted({file for pattern in patterns for file in Path().glob(pattern)})
+        tests = [str(file) for name in names for file in sorted(Path("tests/unit").glob(f"test_{name}.py"))]
+        found = [mutation for file in files for mutation in mutations_of(file)]
+        if options.only is not None:
+            found = [m for m in found if f"{m.file}:{m.line}".startswith(options.only)]
+        elif options.sample is not None:
+            found = random.Random(options.seed).sample(found, min(options.sample, len(found)))
+        if not found:
+            continue
+        began = time.monotonic()
+        if outcome(None, tests, 3600, quiet=options.only is None) != 0:
+            sys.exit(f"{group}: its tests fail without any change")
+        limit_s = 30 + 4 * (time.monotonic() - began)
+        left = []
+        for mutation in found:
+            if outcome(mutation, tests, limit_s, quiet=options.only is None) == 0:
+                left.append(mutation)
+                print(f"survived: {mutation}", flush=True)
+        if options.all_tests:
+            left = [mutation for mutation in left if outcome(mutation, ["tests/unit"], 3600) == 0]
+        noticed, survivors = noticed + len(found) - len(left), survivors + left
+        share = 100 * (1 - len(left) / len(found))
+        took = time.monotonic() - began
+        print(f"{group}: {len(found) - len(left)} of {len(found)} noticed, {share:.1f}%, in {took:.0f} s", flush=True)
+    share = 100 * noticed / max(noticed + len(survivors), 1)
+    print(f"in all {noticed} of {noticed + len(survivors)} noticed, {share:.1f}%")
+    if options.survivors is not None:
+        options.survivors.write_text("".join(f"{mutation}\n" for mutation in survivors))
+    sys.exit(share < options.at_least)
+
+
+if __name__ == "__main__":
+    main()

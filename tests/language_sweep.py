@@ -1,0 +1,171 @@
+"""Every causal language model of the installed transformers as a teacher: `python -m tests.language_sweep`.
+
+A small model of each type with random weights is saved as the library saves it and found as a recipe's teacher, which
+is what `--check` does. What is not refused there is loaded block by block, and its logits are compared with those of
+the library's own `from_pretrained`. Writes docs/language-model-types.md; with types as arguments it prints their rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import os
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from distiller.build import build_task
+from distiller.errors import UserError
+from distiller.language.anatomy import Anatomy, new_model
+from distiller.language.batch import LanguageBatch, collate
+from distiller.language.continuing import teachers_hidden
+from distiller.language.miniature import MOST_PARAMETERS, small_config
+from distiller.recipe_file import parse
+from distiller.teachers.opening import open_alone
+from tests import toy_causal_lm
+
+PAGE = Path(__file__).parents[1] / "docs" / "language-model-types.md"
+HEAD = """# Language models that can be teachers, by their type
+
+Written by `python -m tests.language_sweep`, with transformers {version}: for each `model_type` that
+`AutoModelForCausalLM` knows, a small random model of its default config. It was saved by the library, found as a
+teacher, as `--check` does it, loaded block by block (`teacher.placement: streamed`) and compared with the library's
+own `from_pretrained`. "float32" and "bfloat16": the largest difference of two logits, as a share of the largest logit.
+"read": `directly`, or `converted`: the library changes tensors while it loads them, so a converted copy is made once.
+"""
+CHANGES: dict[str, dict[str, Any]] = {
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 48},
+    "reformer": {"is_decoder": True},
+    "gpt_neo": {},
+}
+"""What a default config lacks."""
+TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class Row:
+    """What became of one type: a refusal, or how far its logits are from the library's, and how it was read."""
+
+    kind: str
+    refusal: str | None = None
+    float32: float = 0.0
+    bfloat16: float = 0.0
+    is_converted: bool = False
+
+
+def sweep(kind: str, folder: Path) -> Row:
+    """Tries one type in an empty folder. Raises whatever a refusal of `--check` in one line is not."""
+    config = CONFIG_MAPPING[kind](**CHANGES.get(kind, {}))
+    try:
+        anatomy = Anatomy(copy.deepcopy(config), False, kind)
+    except UserError as error:
+        return Row(kind, refusal=str(error).removeprefix(f"{kind}: "))
+    return sweep_config(kind, small_config(anatomy), folder)
+
+
+def sweep_config(kind: str, config: Any, folder: Path) -> Row:
+    """Tries one small config."""
+    with init_empty_weights():
+        if new_model(config, False).num_parameters() > MOST_PARAMETERS:
+            raise ValueError(f"{kind}: its small config has too many parameters")
+    save(config, folder)
+    return compare(kind, folder / "teacher", folder)
+
+
+def compare(kind: str, model: Path, folder: Path) -> Row:
+    """Tries one saved model; `folder` is for everything else."""
+    sections = {"teacher": {"placement": "streamed"}, "student": {"num_layers": 1}, "data": {"packing": False}}
+    base = toy_causal_lm.recipe(folder, model, cache_dir=str(folder / "cache"), **sections)
+    base["data"]["max_length"] = 16
+    recipe = parse(base)
+    try:
+        task: Any = build_task(recipe)
+    except UserError as error:
+        return Row(kind, refusal=str(error).removeprefix(f"teacher.path: {model}: "))
+    batch = collate([toy_causal_lm.sample(number, length) for number, length in enumerate((12, 16, 5))], pad_id=0)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = library_logits(model, batch, dtype)
+        ours = teacher_logits(task, recipe, batch, dtype)
+        counts = batch.labels.flatten() != -100
+        difference = (ours - expected).flatten(0, 1)[counts].abs().max()
+        found[dtype] = float(difference / expected.abs().max())
+    is_converted = any("converted" in str(file) for file in task.files.weight_files())
+    return Row(kind, None, found[torch.float32], found[torch.bfloat16], is_converted)
+
+
+def save(config: Any, folder: Path) -> None:
+    """A model whose biases, gates and norms are not those of a new one, which would hide what they do."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for value in model.state_dict().values():
+                if value.is_floating_point():
+                    value.add_(0.05 * torch.randn_like(value))
+    model.save_pretrained(folder / "teacher")
+    toy_causal_lm.make_tokenizer().save_pretrained(folder / "teacher")
+
+
+@torch.no_grad()
+def library_logits(folder: Path, batch: LanguageBatch, dtype: torch.dtype) -> torch.Tensor:
+    """Of the library's own model, in eval mode, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True).eval()
+    inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
+    return model(**inputs, use_cache=False).logits.float()
+
+
+@torch.no_grad()
+def teacher_logits(task: Any, recipe: Any, batch: LanguageBatch, dtype: torch.dtype) -> torch.Tensor:
+    """Of the product's teacher: its hidden states under the output layer, in float32."""
+    teacher = open_alone(task.network, recipe.teacher, dtype, torch.device("cpu"))
+    head = task.network.load_head(dtype, torch.device("cpu"))
+    hidden = teachers_hidden(teacher)(batch)
+    teacher.close()
+    return torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+
+
+def table(rows: list[Row]) -> str:
+    """The page's tables: what can be a teacher, and what is refused and why."""
+    lines = ["", "| type | read | float32 | bfloat16 |", "| --- | --- | --- | --- |"]
+    for row in rows:
+        if row.refusal is None:
+            read = "converted" if row.is_converted else "directly"
+            lines.append(f"| `{row.kind}` | {read} | {row.float32:.0e} | {row.bfloat16:.0e} |")
+    lines += ["", "## Refused by `--check`", "", "| type | why |", "| --- | --- |"]
+    lines += [f"| `{row.kind}` | {row.refusal} |" for row in rows if row.refusal is not None]
+    return "\n".join(lines) + "\n"
+
+
+def main(kinds: list[str]) -> None:
+    """Sweeps the types, each in a folder of its own."""
+    transformers.logging.set_verbosity_error()
+    rows = []
+    for kind in kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            try:
+                row = sweep(kind, Path(folder))
+            except Exception as error:
+                row = Row(kind, refusal=f"FAULT {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+        print(row, flush=True)
+        rows.append(row)
+    if not kinds:
+        PAGE.write_text(HEAD.format(version=transformers.__version__) + table(rows), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    main(sys.argv[1:])

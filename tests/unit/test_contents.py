@@ -1,0 +1,101 @@
+"""What is kept by its content is found again, however the files are stored: linked, copied, with other times."""
+
+import hashlib
+import os
+import shutil
+
+import pytest
+
+from distiller.contents import content_digest
+from distiller.diffusion.families import find_pipeline
+from distiller.stages import digest_files
+from distiller.teacher_config import Teacher
+from distiller.vision.contents import contents_digest
+
+
+@pytest.fixture
+def cache_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache-home"))
+    return tmp_path / "cache-home" / "distiller" / "contents"
+
+
+def into_hub(folder, repository):
+    """The folder's files as the hub's cache holds them: weights under their SHA-256, other files under a SHA-1."""
+    snapshot = repository / "snapshots" / ("0" * 40)
+    for file in folder.rglob("*"):
+        if not file.is_file():
+            continue
+        content = file.read_bytes()
+        of = hashlib.sha256 if file.suffix == ".safetensors" else hashlib.sha1
+        blob, link = repository / "blobs" / of(content).hexdigest(), snapshot / file.relative_to(folder)
+        for parent in (blob.parent, link.parent):
+            parent.mkdir(parents=True, exist_ok=True)
+        blob.write_bytes(content)
+        link.symlink_to(os.path.relpath(blob, link.parent))
+    return snapshot
+
+
+def test_a_pipeline_s_digest_is_that_of_its_content(pipelines, tmp_path, cache_home):
+    linked = into_hub(pipelines[1], tmp_path / "models--toy")
+    copied = shutil.copytree(linked, tmp_path / "copied")
+    assert not any(file.is_symlink() for file in copied.rglob("*"))
+    parts = ("transformer", "text_encoder", "tokenizer", "vae")
+    found = [find_pipeline(Teacher(path=str(place))).files for place in (pipelines[1], linked, copied)]
+    digests = {files.digest(*parts) for files in found}
+    assert len(digests) == 1
+    assert len(list(cache_home.iterdir())) == 3
+    # What is never read decides nothing: another tool may have downloaded it into the hub's cache.
+    for name in ("diffusion_pytorch_model.fp16.safetensors", "diffusion_pytorch_model.bin", ".DS_Store"):
+        (linked / "transformer" / name).touch()
+    assert {found[1].digest(*parts)} == digests
+
+
+def test_large_files_of_the_hub_are_read_once(tmp_path, cache_home):
+    content = b"weights"
+    blob = tmp_path / "blobs" / hashlib.sha256(content).hexdigest()
+    blob.parent.mkdir()
+    blob.write_bytes(content)
+    (tmp_path / "model.safetensors").symlink_to(blob)
+    expected = hashlib.blake2b(content, digest_size=16).hexdigest()
+    assert content_digest(tmp_path / "model.safetensors") == expected
+    # The hub never writes a blob anew: this one shows that it is not read again.
+    blob.write_bytes(b"others!")
+    assert content_digest(tmp_path / "model.safetensors") == expected
+    (cache_home / blob.name).write_text("torn")
+    assert content_digest(tmp_path / "model.safetensors") != expected
+
+
+def test_a_name_of_64_digits_elsewhere_says_nothing(tmp_path, cache_home):
+    for number, folder in enumerate(("one", "two")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / ("a" * 64)).write_text(str(number))
+        (tmp_path / folder / "link").symlink_to("a" * 64)
+    assert digest_files([tmp_path / "one" / "link"]) != digest_files([tmp_path / "two" / "link"])
+    assert not cache_home.exists()
+
+
+def test_a_home_that_cannot_be_written_costs_time_alone(tmp_path, cache_home):
+    cache_home.parent.parent.write_text("a file")
+    blob = tmp_path / "blobs" / ("a" * 64)
+    blob.parent.mkdir()
+    blob.write_text("weights")
+    (tmp_path / "link").symlink_to(blob)
+    assert content_digest(tmp_path / "link") == content_digest(blob)
+
+
+def test_pictures_are_known_by_their_contents(tmp_path):
+    files = [tmp_path / "one" / f"{number}.png" for number in range(3)]
+    files[0].parent.mkdir()
+    for number, file in enumerate(files):
+        file.write_bytes(bytes([number]) * 10)
+    shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copyfile)
+    copies = [tmp_path / "two" / file.name for file in files]
+    for file in copies:
+        os.utime(file, ns=(1, 1))
+    first = contents_digest(files, tmp_path / "stages")
+    assert contents_digest(copies, tmp_path / "stages") == first
+    assert len(list((tmp_path / "stages").glob("picture-contents-*"))) == 2
+    # The same size and the same place: the time says that it has to be read again.
+    files[1].write_bytes(b"\7" * 10)
+    os.utime(files[1], ns=(2, 2))
+    assert contents_digest(files, tmp_path / "stages") != first

@@ -1,0 +1,141 @@
+"""Trackers over the sessions of one run: pieces that belong together, and steps that never go back."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+
+from distiller.trackers import Trackers, options_of, tracked_run
+from distiller.tracking import Tracker
+from tests.toy_task import toy_recipe
+
+LAST_STEP = 12
+
+
+def recipe_with(folder: Path, *trackers: str, **tracking: Any) -> Any:
+    recipe = toy_recipe(folder)
+    section = recipe.tracking.model_copy(update={"trackers": trackers, **tracking})
+    return recipe.model_copy(update={"tracking": section})
+
+
+def session(recipe: Any, steps: range) -> None:
+    """As the loop: the session begins after the checkpoint of `steps.start - 1`, and ends without one."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    folder = Path(recipe.output_dir)
+    folder.mkdir(exist_ok=True)
+    accelerator = Accelerator(cpu=True, log_with=list(recipe.tracking.trackers), project_dir=folder / "tracking")
+    tracker = Tracker(recipe, accelerator, steps.start, LAST_STEP)
+    tracker.start_trackers(recipe)
+    for step in steps:
+        tracker.log({"step": step, "loss": step / 2, "perf/samples_per_s": 1.0, "perf/step_ms": 1.0})
+    tracker.close()
+
+
+def test_tensorboard_shows_one_series_whose_steps_never_go_back(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = recipe_with(tmp_path / "run", "tensorboard")
+    for steps in (range(1, 9), range(6, 8), range(6, 13)):
+        session(recipe, steps)
+    events = EventAccumulator(str(tmp_path / "run" / "tracking" / "distiller"))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(s, s / 2) for s in range(1, 13)]
+    # Of its values TensorBoard makes runs of their own, one for each session that tells them.
+    assert len(list((tmp_path / "run" / "tracking" / "distiller").glob("*/events*"))) == 1
+
+
+def test_the_id_lies_in_the_output_folder_and_the_last_step_is_the_furthest(tmp_path):
+    first = tracked_run(tmp_path / "a", 4)
+    # Sessions before had no trackers: what they logged was handed to nobody.
+    assert first.last_step == 0
+    assert tracked_run(tmp_path / "a", 8) == type(first)(first.id, 8)
+    # A session that died before it came as far.
+    assert tracked_run(tmp_path / "a", 6).last_step == 8
+    assert tracked_run(tmp_path / "b", 0).id != first.id
+    (tmp_path / "a" / "run.json").write_text("torn")
+    assert tracked_run(tmp_path / "a", 6).last_step == 0
+
+
+def test_a_tracker_that_cannot_drop_steps_gets_none_twice(tmp_path):
+    recipe = recipe_with(tmp_path / "run", "wandb", "tensorboard", mode="disabled")
+    given: dict[str, list[int]] = {"wandb": [], "tensorboard": []}
+    for last_logged, steps in ((0, range(1, 9)), (8, range(6, 8)), (7, range(6, 13))):
+        doubles = [
+            SimpleNamespace(
+                name=name,
+                store_init_configuration=lambda values: None,
+                log=lambda values, step, name=name: given[name].append(step),
+            )
+            for name in given
+        ]
+        accelerator: Any = SimpleNamespace(
+            is_main_process=True, trackers=doubles, init_trackers=lambda project, config, options: None
+        )
+        trackers = Trackers(accelerator)
+        trackers.start(recipe, steps.start, last_logged)
+        for step in steps:
+            trackers.log({"loss": 1.0}, step)
+    assert given["wandb"] == list(range(1, 13))
+    assert given["tensorboard"] == [*range(1, 9), *range(6, 8), *range(6, 13)]
+
+
+def test_pieces_share_a_group_and_online_a_run(tmp_path, monkeypatch):
+    recipe = recipe_with(tmp_path / "mine", "wandb", "trackio", "tensorboard", run_name="seven")
+    run = tracked_run(tmp_path / "mine" / "tracking", 0)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    options = options_of(recipe, run, 6)
+    assert options["wandb"]["group"] == run.id
+    # Two offline pieces with one id: `wandb sync` would replace the first by the second.
+    assert (options["wandb"]["mode"], options["wandb"].get("id")) == ("offline", None)
+    assert options["tensorboard"] == {"purge_step": 6}
+    assert options["trackio"] == {"name": f"seven-{run.id}", "group": run.id, "resume": "allow"}
+    monkeypatch.setenv("WANDB_API_KEY", "k")
+    online = options_of(recipe, run, 6)["wandb"]
+    assert (online["mode"], online["id"], online["resume"]) == ("online", run.id, "allow")
+    assert options_of(recipe, run, 1)["tensorboard"] == {}
+
+
+def _records(file: bytes) -> Iterator[bytes]:
+    """Of a .wandb file: LevelDB's log format (blocks of 32 KiB, parts of records), after wandb's own first 7 bytes."""
+    offset, parts = 7, []
+    while offset + 7 <= len(file):
+        if 32768 - offset % 32768 < 7:
+            offset += 32768 - offset % 32768
+        _, length, kind = struct.unpack("<IHB", file[offset : offset + 7])
+        parts.append(file[offset + 7 : offset + 7 + length])
+        offset += 7 + length
+        if kind in (1, 4):
+            yield b"".join(parts)
+            parts = []
+
+
+@pytest.mark.slow
+def test_wandb_offline_leaves_two_pieces_of_one_group(tmp_path):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2
+
+    recipe = recipe_with(tmp_path / "run", "wandb", mode="offline")
+    for steps in (range(1, 9), range(6, 13)):
+        session(recipe, steps)
+    groups, steps_seen = set(), []
+    for file in sorted((tmp_path / "run" / "tracking" / "wandb").glob("offline-run-*/*.wandb")):
+        for content in _records(file.read_bytes()):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(content)
+            if record.WhichOneof("record_type") == "run":
+                groups.add(record.run.run_group)
+            elif record.WhichOneof("record_type") == "history":
+                steps_seen.append(record.history.step.num)
+    assert groups == {json.loads((tmp_path / "run" / "tracking" / "run.json").read_text())["id"]}
+    assert steps_seen == list(range(1, 13))

@@ -1,0 +1,158 @@
+"""Ids that no token has: compared by nothing, kept down in the student, never written by either model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from distiller import commands
+from distiller.build import build_task
+from distiller.cache.key import content_key
+from distiller.caching import make_cache
+from distiller.language.batch import IGNORED
+from distiller.recipe_file import parse
+from tests import toy_causal_lm, toys
+
+IDS = toy_causal_lm.VOCABULARY
+"""Of the tokenizer."""
+PADDED = 64
+
+
+def padded_model(folder: Path, **changes: Any) -> Path:
+    """A model whose output layer has large logits at ids that no token has, of either sign from token to token."""
+    config = toy_causal_lm.llama_config(vocab_size=PADDED, tie_word_embeddings=False, **changes)
+    toy_causal_lm.save_model(folder, config)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"][IDS:] *= 100
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def teachers(tmp_path_factory) -> dict[str, Path]:
+    """One with an id for each token, one with large logits beyond, and that one cut to its tokens."""
+    folder = tmp_path_factory.mktemp("teachers")
+    padded = padded_model(folder / "padded")
+    plain = toy_causal_lm.save_model(folder / "plain", toy_causal_lm.llama_config(tie_word_embeddings=False))
+    state = load_file(padded / "model.safetensors")
+    cut = {name: value[:IDS].clone() if len(value) == PADDED else value for name, value in state.items()}
+    save_file(cut, plain / "model.safetensors", metadata={"format": "pt"})
+    return {"padded": padded, "plain": plain, "small": toy_causal_lm.save_model(folder / "small")}
+
+
+@pytest.fixture
+def fresh():
+    """Lets one test build several Accelerators."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    return reset
+
+
+def recipe_of(folder: Path, path: Path, /, **sections: Any) -> Any:
+    return parse(toy_causal_lm.recipe(folder, path, cache_dir=str(folder / "cache"), **sections))
+
+
+def losses(run_dir: Path, name: str = "loss") -> list[float]:
+    return [line[name] for line in toys.read_metrics(run_dir)]
+
+
+@torch.no_grad()
+def share_of_unused(student: Path, task: Any) -> float:
+    """The student's mean probability on ids that no token has, over the learnt positions of the data."""
+    model, shares = AutoModelForCausalLM.from_pretrained(student).eval(), []
+    rows = task._source.load()
+    for number in range(len(rows)):
+        row = rows[0, number]
+        q = model(row.input_ids[None]).logits[0, row.labels != IGNORED].softmax(1)
+        shares.append(q[:, IDS:].sum(1))
+    return float(torch.cat(shares).mean())
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+def test_a_student_with_more_ids_than_tokens_keeps_them_down(teachers, tmp_path, capsys, alpha):
+    file = toy_causal_lm.write_config(
+        tmp_path / "s.json", toy_causal_lm.llama_config(vocab_size=64, num_hidden_layers=1)
+    )
+    student = {"num_layers": None, "config": str(file)}
+    recipe = recipe_of(
+        tmp_path,
+        teachers["small"],
+        student=student,
+        task={"losses": {"alpha": alpha}},
+        train={"max_steps": 80},
+        optim={"lr": 1e-2},
+    )
+    commands.train(recipe, False)
+    out = capsys.readouterr().out
+    assert "41 of the student's 64 ids stand for no token" in out
+    folder, task = Path(recipe.output_dir), build_task(recipe)
+    assert share_of_unused(folder / "student", task) < 0.02
+    assert AutoModelForCausalLM.from_pretrained(folder / "student").config.vocab_size == 64
+    for line in toys.read_metrics(folder):
+        terms = alpha * line["loss/divergence"] + (1 - alpha) * line["loss/cross_entropy"] + line["loss/unused_ids"]
+        assert line["loss"] == pytest.approx(terms, rel=1e-5)
+    commands.evaluate(folder, [])
+    report = json.loads((folder / "summary.json").read_text())["evaluation"]
+    assert 0 < report["unused_ids_probability"] < 0.02
+    commands.check(recipe.model_copy(update={"output_dir": str(tmp_path / "other")}), None)
+    assert "41 of the student's 64 ids stand for no token" in capsys.readouterr().out
+
+
+def test_padding_logits_change_no_number(teachers, tmp_path, fresh, capsys):
+    """Teacher and student padded with large logits, against the same two models cut to the ids of tokens."""
+    runs = {}
+    for name in ("plain", "padded"):
+        recipe = recipe_of(tmp_path, teachers[name], output_dir=str(tmp_path / name), train={"max_steps": 1})
+        fresh()
+        commands.train(recipe, False)
+        runs[name] = Path(recipe.output_dir)
+        commands.evaluate(runs[name], [])
+    assert losses(runs["padded"], "loss/divergence") == pytest.approx(losses(runs["plain"]), rel=1e-5)
+    # Their rows begin as the mean of the tokens' rows, so that the term which keeps them down begins small.
+    assert losses(runs["padded"])[0] < losses(runs["plain"])[0] + 1
+    reports = [json.loads((folder / "summary.json").read_text())["evaluation"] for folder in runs.values()]
+    for figure in ("teacher_perplexity", "untrained_student_perplexity"):
+        assert reports[1][figure] == pytest.approx(reports[0][figure], rel=1e-5)
+    # The texts have no id that cannot be decoded.
+    lines = [toy_causal_lm.sample_lines(folder)[1] for folder in runs.values()]
+    assert lines[0] == lines[1]
+    assert len(lines[0].split()) > 1
+
+
+@pytest.mark.parametrize("form", ["hidden", "topk", "topk+sampled"])
+def test_caches_know_no_padding_either(teachers, tmp_path, fresh, form):
+    first = {}
+    for name in ("plain", "padded"):
+        sections = {"cache": {"form": form, "k": 23, "samples": 3}, "train": {"max_steps": 1}}
+        teacher = {"path": str(teachers[name]), "cache": str(tmp_path / f"{name}-outputs")}
+        fresh()
+        make_cache(recipe_of(tmp_path, teachers[name], teacher=teacher, **sections))
+        cached = teacher | {"placement": "cached"}
+        recipe = recipe_of(tmp_path, teachers[name], teacher=cached, output_dir=str(tmp_path / name), **sections)
+        fresh()
+        commands.train(recipe, False)
+        first[name] = losses(Path(recipe.output_dir), "loss/divergence")[0]
+    assert first["padded"] == pytest.approx(first["plain"], rel=1e-5)
+
+
+def test_a_cache_that_was_made_over_padding_is_another_one(teachers, tmp_path):
+    recipe = recipe_of(tmp_path, teachers["padded"], cache={"form": "topk"})
+    assert content_key(recipe, build_task(recipe), torch.float32)["form"]["vocabulary"] == IDS
+
+
+def test_samples_have_tokens_alone(teachers, tmp_path):
+    """Untrained, the padded models would say ids that no token has at once."""
+    recipe = recipe_of(tmp_path, teachers["padded"], train={"max_steps": 1}, student={"num_layers": 5})
+    commands.train(recipe, False)
+    lines = [line for line in toy_causal_lm.sample_lines(Path(recipe.output_dir)) if line.startswith(("te", "st"))]
+    assert all(len(line.split()) > 1 for line in lines)
