@@ -242,21 +242,6 @@ def test_the_teacher_is_in_no_checkpoint(make_recipe):
     assert {name.split(".")[0] for name in shapes} == {"model"}
 
 
-def test_guided_predictions_are_learnt_at_the_chosen_scale(make_recipe, tmp_path, fresh):
-    """With scale 1 the target is the conditional prediction: the same losses as without guidance."""
-    base = {"height": 32, "width": 32}
-    cache = str(tmp_path / "cache")
-    series = {}
-    for name, scale in (("none", None), ("one", 1.0), ("four", 4.0), ("drawn", [1.0, 4.0])):
-        task = base | {"guidance": {"scale": scale}}
-        folder = run(make_recipe(task=task, cache_dir=cache, output_dir=str(tmp_path / name)))
-        series[name] = [line["loss"] for line in toys.read_metrics(folder)]
-        fresh()
-    assert series["one"] == pytest.approx(series["none"], abs=1e-6)
-    assert series["four"] != pytest.approx(series["none"], abs=2e-4)
-    assert series["drawn"] != pytest.approx(series["four"], abs=1e-4)
-
-
 def test_stored_targets_need_no_teacher_in_the_loop(make_recipe):
     task = {"height": 32, "width": 32, "targets": "stored"}
     folder = run(make_recipe(task=task))
@@ -385,22 +370,6 @@ def write_images(folder: Path) -> None:
     for number in range(9):
         Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text("a red cat sits")
-
-
-def test_pure_noise_is_available_for_comparison(make_recipe):
-    folder = run(make_recipe(rollout={"enabled": False}))
-    assert not list((folder / "stages").glob("rollout-*"))
-
-
-def test_images_are_encoded_once_and_true_data_is_learnt(make_recipe, tmp_path):
-    images = tmp_path / "images"
-    images.mkdir()
-    write_images(images)
-    task = {"height": 32, "width": 32, "losses": {"true_data": {"weight": 0.5}}}
-    folder = run(make_recipe(task=task, data={"kind": "images", "path": str(images)}))
-    line = toys.read_metrics(folder)[0]
-    assert line["loss"] == pytest.approx(line["loss/prediction"] + 0.5 * line["loss/true_data"], rel=1e-6)
-    assert len(LatentStore(next((folder / "stages").glob("images-*")))) == 9
 
 
 def test_video_latents_from_disk(make_recipe, tmp_path):
