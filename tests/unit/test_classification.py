@@ -324,7 +324,8 @@ class TestData:
         assert (upright[:10].min(), upright[10:].max()) == (255, 0)
 
     def test_a_saved_data_set_holds_the_folder_s_pictures(self, pictures, tmp_path):
-        datasets = pytest.importorskip("datasets")
+        import datasets
+
         loaded = datasets.load_dataset("imagefolder", data_dir=str(pictures), cache_dir=str(tmp_path / "cache"))
         loaded.save_to_disk(str(tmp_path / "saved"))
         ours = open_pictures(ClassificationData(kind="datasets", path=str(tmp_path / "saved")))

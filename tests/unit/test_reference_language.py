@@ -61,7 +61,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "student.num_attention_heads": [{"student": {"num_attention_heads": 2}}],
     "student.num_key_value_heads": [{"student": {"num_key_value_heads": 1}}],
     "student.intermediate_size": [{"student": {"intermediate_size": 20}}],
-    "data.kind": [{"data.kind": "text", "data.path": "texts"}],
+    "data.kind": [{"data.kind": "text", "data.path": "texts"}, {"data.kind": "datasets"}],
     "data.path": [{"data.path": "answers.jsonl"}],
     "data.max_samples": [{"data.max_samples": 25}],
     "data.max_length": [
