@@ -71,7 +71,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "train.batch_size": [
         {"train.batch_size": 2, "train.samples_per_update": 8, "student": {"config": "resnet.json", "batch_norm": kind}}
         for kind in ("batch", "frozen")
-    ],
+    ]
+    + [{"train.batch_size": 1, "train.samples_per_update": 4, **TOKENS}],
     "train.ema_decay": [{"train.ema_decay": 0.6}],
 }
 LESSONS: dict[str, list[Any]] = {
