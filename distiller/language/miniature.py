@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy, new_model
+from distiller.language.layers import keep_layers
 
 JOINING_TYPES = frozenset(
     [
@@ -133,19 +134,18 @@ def small_config(anatomy: Anatomy) -> Any:
     """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
     config, num_blocks = copy.deepcopy(anatomy.config), anatomy.num_blocks_of_all_kinds
     values = config.to_dict()
-    for key, value in values.items():
-        if isinstance(value, list) and len(value) == anatomy.num_blocks and "layer" in key:
-            setattr(config, key, value[:num_blocks])
-    config.num_hidden_layers = num_blocks
+    keep_layers(config, range(num_blocks), anatomy.num_blocks)
     widths = {key: value for key, value in values.items() if type(value) is int and value > 1 and WIDTH.search(key)}
     divisor = next(number for number in (16, 8, 4, 2, 1) if all(value % number == 0 for value in widths.values()))
     for key, value in widths.items():
         setattr(config, key, value // divisor)
     # A token's experts exist, and as many in each of the groups that some routers choose among.
     chosen = [
-        value for key, value in values.items() if re.search("experts_per_tok|top_?k$", key) and value in range(64)
+        value
+        for key, value in values.items()
+        if re.search("experts_per_tok|top_?k$|moe_k$", key) and value in range(64)
     ]
-    experts = max([2, *chosen]) * (values.get("n_group") or 1)
+    experts = max([2, *chosen]) * (values.get("n_group") or values.get("num_expert_group") or 1)
     for key, value in values.items():
         if re.search("(num_experts|local_experts|routed_experts)$", key) and type(value) is int:
             setattr(config, key, min(value, experts))
