@@ -12,13 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-
-LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
-    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
-    *("logits_mup_width_multiplier", "dim_model_base"),
-)
-"""Keys of a config by which a model changes what its output layer gives; the loss has the layer alone."""
+from distiller.language.logits import change_of
 
 
 @final
@@ -35,17 +29,12 @@ class Anatomy:
         block_prefix: what the blocks' names begin with in the body, such as `layers.`.
         head_names: names in the whole model of the output weight; of tied weights, the input embedding's as well.
         head_bias: the name of the output bias, or None.
+        logit_change: what the model does to the logits of its output layer.
     """
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self.trusts_code = config, trusts_code
-        for key in LOGIT_CHANGES:
-            if (value := getattr(config, key, None)) not in (None, 1, 1.0):
-                raise UserError(
-                    f"{origin}: its {key} {value} changes the logits after the output layer, which this task cannot do "
-                    "in chunks; give a model without it"
-                )
+        self.config, self.trusts_code, self.logit_change = config, trusts_code, change_of(config)
         try:
             with init_empty_weights():
                 whole: Any = new_model(config, trusts_code)
