@@ -15,14 +15,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
+from distiller.language.logits import change_of
 from distiller.language.renaming import Renaming
-
-LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
-    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
-    *("logits_mup_width_multiplier", "dim_model_base"),
-)
-"""Keys of a config by which a model changes what its output layer gives; the loss has the layer alone."""
 
 LARGE = 2**24
 """Numbers in a tensor that need not be allocated to be known."""
@@ -46,17 +40,12 @@ class Anatomy:
         shapes: of all tensors of the whole model that are saved, by their names.
         tied_names: those of them that are another one.
         renaming: what the tensors of its files are called.
+        logit_change: what the model does to the logits of its output layer.
     """
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self.trusts_code = config, trusts_code
-        for key in LOGIT_CHANGES:
-            if (value := getattr(config, key, None)) not in (None, 1, 1.0):
-                raise UserError(
-                    f"{origin}: its {key} {value} changes the logits after the output layer, which this task cannot do "
-                    "in chunks; give a model without it"
-                )
+        self.config, self.trusts_code, self.logit_change = config, trusts_code, change_of(config)
         try:
             with _empty_weights():
                 whole: Any = new_model(config, trusts_code)

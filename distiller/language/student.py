@@ -77,11 +77,12 @@ class StudentModel:
         none is then likelier than the tokens' geometric mean, and training keeps them further down.
         """
         model = self._made()
-        _level_unused(model.get_output_embeddings(), self._known_ids())
+        _level_unused(model.get_output_embeddings(), self.known_ids)
         return model
 
-    def _known_ids(self) -> TokenIds:
-        """Those of the teacher's tokens, and of the student's own."""
+    @property
+    def known_ids(self) -> TokenIds:
+        """The ids of the teacher's tokens, and of the student's own."""
         tokenizers = [self._teacher.tokenizer, None if self.files is None else self.files.tokenizer]
         return TokenIds.of(*(tokenizer for tokenizer in tokenizers if tokenizer is not None))
 
