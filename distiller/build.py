@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
+    began = time.perf_counter()
     task = check_run(recipe, world_size(), is_deepspeed_launch())
     recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
@@ -123,6 +125,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     if claim.is_finished:
         return Finished(accelerator, last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
+    if resume and ranks.is_main:
+        print(f"distiller: --resume: {claim.said(run_dir, last_step)}", file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
@@ -205,6 +209,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         ranks=ranks,
         skipped_steps=skipped_steps,
         stages_s=stages_s,
+        started=began,
         quantization_error=quantization_error,
         bytes_beside=beside,
     )

@@ -103,7 +103,8 @@ class DataSet(Corpus):
         try:
             self._library: Any = importlib.import_module("datasets")
         except ImportError as error:
-            raise UserError(f"data.kind=datasets needs a package: pip install datasets ({error})") from error
+            why = f"pip install 'distiller[datasets]' ({error})"
+            raise UserError(f"data.kind=datasets needs datasets; {why}") from error
 
     @property
     def digest(self) -> str:

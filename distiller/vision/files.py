@@ -14,8 +14,9 @@ from huggingface_hub import list_repo_files
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
-from distiller.hub import download, looks_like_hub_id
+from distiller.hub import check_listed, download, listed_files, looks_like_hub_id
 from distiller.resources import local_path, looked_for
+from distiller.saved_model import TRANSFORMERS_NAME
 from distiller.stages import digest_files
 from distiller.vision.stored import check_weights, stored_files, weights_among
 from distiller.vision.structure import Structure, inspect_model
@@ -60,6 +61,11 @@ class ClassifierFiles:
             download("teacher", name, revision, ["*.safetensors", "*.json"])
         check_weights(self.root, self.source)
         return self.root
+
+    def check_listed(self, subfolder: str | None) -> None:
+        """Raises UserError where the hub has no weights in safetensors. Downloads nothing."""
+        if self.repository is not None:
+            check_listed(listed_files(*self.repository), subfolder or "", TRANSFORMERS_NAME, self.source)
 
     def found_weights(self, subfolder: str | None) -> str | None:
         """The name of a file with weights, in any format, here or on the hub; None where there is none."""

@@ -99,9 +99,9 @@ class DatasetPictures(Pictures):
 
     def __init__(self, data: ClassificationData) -> None:
         try:
-            import datasets  # pyright: ignore[reportMissingImports]
+            import datasets
         except ImportError as error:
-            raise UserError("data.kind=datasets needs the package datasets; run: pip install datasets") from error
+            raise UserError("data.kind=datasets needs datasets; pip install 'distiller[datasets]'") from error
         try:
             loaded: Any = datasets.load_from_disk(data.path)
         except Exception as error:

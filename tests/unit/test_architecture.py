@@ -54,7 +54,7 @@ LAYERS = [
     ["trainer", "output"],
     ["export"],
     ["build", "run_reading"],
-    ["caching"],
+    ["caching", "checking"],
     ["commands"],
     ["cli", "__main__", "older"],
 ]
