@@ -24,11 +24,11 @@ class Evidence(NamedTuple):
 def kind_by_teacher(teacher: Any, origin: str) -> str | None:
     """The `task.kind` of a recipe that leaves it out, by its section `teacher` as it stands in the file.
 
-    Of a hub's model the JSON files are fetched. None where no teacher is named, where it is not there, and for a
+    Of a hub's model the JSON files are fetched. None where no teacher is named, where it cannot be had, and for a
     folder that holds no saved model.
 
     Raises:
-        UserError: the hub cannot be asked, or the teacher is a model of `transformers` of another kind.
+        UserError: the teacher is a model of `transformers` of another kind.
     """
     path = teacher.get("path") if isinstance(teacher, Mapping) else None
     if not isinstance(path, str) or not path or "\0" in path:
@@ -70,7 +70,11 @@ def _evidence(path: str, teacher: Mapping[str, Any], fetches: bool) -> Evidence 
 
         if not looks_like_hub_id(path):
             return None
-        folder = download("teacher", path, revision if isinstance(revision, str) else None, ["*.json"])
+        try:
+            folder = download("teacher", path, revision if isinstance(revision, str) else None, ["*.json"])
+        except UserError:
+            # The task asks for the same files, and says so once it knows the rest of the recipe to be right.
+            return None
     return _of_folder(folder / str(inside))
 
 

@@ -87,7 +87,7 @@ def test_a_teacher_that_is_not_there_is_looked_for_by_the_task_of_the_recipe_s_k
         with pytest.raises(UserError, match=rf"wan is neither a folder nor a hub id .*looked for {tmp_path}/wan\)"):
             open_task(parsed)
     with pytest.raises(UserError, match=rf"models/wan is no folder here and .* \(looked for {tmp_path}/models/wan\)"):
-        parse(recipe("models/wan", "causal_lm"))
+        open_task(parse(recipe("models/wan", "causal_lm")))
 
 
 def test_unknown_keys_follow_the_kind(teacher):
