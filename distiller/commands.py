@@ -30,6 +30,7 @@ from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
 from distiller.run_reading import exported_student, open_run
 from distiller.stopping import NO_STOPS, Stops
+from distiller.tasks.base import line_of
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
@@ -155,7 +156,7 @@ def check(recipe: Recipe, launch_file: str | None) -> None:
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
     for notice in task.notices():
-        print(f"note: {notice}")
+        print(line_of(notice))
     print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
