@@ -166,9 +166,13 @@ def _parser() -> argparse.ArgumentParser:
         help="recipe keys to set, for example optim.lr=1e-4",
     )
     mode = train.add_mutually_exclusive_group()
-    mode.add_argument("--resume", action="store_true", help="continue output_dir from its latest complete checkpoint")
     mode.add_argument("--dry-run", action="store_true", help="build everything, run a few steps, say what a run takes")
     mode.add_argument("--check", action="store_true", help="validate recipe, files and launch file; needs no launcher")
+    train.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue output_dir from its latest complete checkpoint; with --check: whether this recipe may",
+    )
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=_train, by_all_ranks=True)
 
@@ -234,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
 def _train(options: argparse.Namespace, stops: Stops) -> None:
     from distiller.recipe_file import load
 
+    if options.resume and options.dry_run:
+        raise UserError("argument --resume: not allowed with argument --dry-run; see distiller train --help")
     recipe = load(options.recipe, options.overrides)
     if options.config_file and not options.check:
         raise UserError("--config_file belongs to accelerate launch (before -m distiller), or to --check")
@@ -242,7 +248,7 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
 
     if options.check:
         if is_main_process():
-            commands.check(recipe, options.config_file)
+            commands.check(recipe, options.config_file, options.resume)
         return
     stops.listen()
     if options.dry_run:

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import torch
 
 from distiller.build import Finished, build, build_task, check_run
+from distiller.checking import check
+from distiller.checkpoint.format import Spent
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
@@ -21,21 +24,18 @@ from distiller.errors import AgreedError, CheckpointError, QualityGateError, Sto
 from distiller.export import export_checkpoint, export_run, find_checkpoint
 from distiller.folder_lock import tidy
 from distiller.launch import resolve_accumulation
-from distiller.launch_compile import check_compile
 from distiller.launch_deepspeed import is_deepspeed_launch
-from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
-from distiller.launch_request import deepspeed_settings, read_launch_file
-from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
 from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
 from distiller.run_reading import exported_student, open_run
 from distiller.stopping import NO_STOPS, Stops
-from distiller.tasks.base import line_of
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
 from distiller.trainer import train as run_loop
 
+__all__ = ["check", "dry_run", "evaluate", "export", "sample", "start_trackers", "train"]
 DRY_RUN_STEPS = 3
+FLOAT32_BYTES = 4
 
 quiet_libraries()
 
@@ -45,7 +45,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
 
     StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
     """
-    started, run_dir = time.perf_counter(), Path(recipe.output_dir)
+    run_dir = Path(recipe.output_dir)
     run = build(recipe, resume)
     if isinstance(run, Finished):
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
@@ -59,7 +59,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
             else:
                 # The loop had ended, and what follows it was cut short.
                 metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
-                outcome = Outcome(metrics, metrics["perf/samples_per_s"])
+                outcome = Outcome(metrics, Spent(num_sessions=1))
             export_run(run)
     except AgreedError:
         # A failure that all ranks share must not cost the checkpoint that is being written.
@@ -73,7 +73,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         run.tracker.close_bar()
     run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
     if run.accelerator.is_main_process:
-        _write_summary(run, outcome, time.perf_counter() - started)
+        _write_summary(run, outcome)
     _leave(run)
     if outcome.lost is not None:
         raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
@@ -107,10 +107,36 @@ def dry_run(recipe: Recipe) -> None:
         f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
         f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
     )
-    is_main = run.accelerator.is_main_process
+    is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
     _leave(run)
     if is_main:
         shutil.rmtree(folder)
+        print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
+
+
+def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
+    """One line that compares what a run keeps in its folder with what the disk has free; a warning where it is less.
+
+    Beside the ones that are kept there is the one that is being written.
+    """
+    saving = recipe.checkpoint
+    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
+    count = saving.keep + 1 if is_periodic else int(saving.at_end)
+    place = Path(os.path.abspath(recipe.output_dir))
+    while not place.exists():
+        place = place.parent
+    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(place).free
+    text = (
+        f"a checkpoint takes {_sized(checkpoint_bytes)} and the student {_sized(student_bytes)}: {_sized(needed)} with "
+        f"the {count} checkpoints that are there at once, and {_sized(free)} are free where output_dir is"
+    )
+    if needed <= free:
+        return f"dry run: {text}"
+    return f"warning: {text}; set checkpoint.keep lower, or output_dir to a folder on a larger disk"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
 def _shortened(recipe: Recipe, folder: Path) -> Recipe:
@@ -134,30 +160,6 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
-
-
-def check(recipe: Recipe, launch_file: str | None) -> None:
-    """Validates recipe, files and launch file without a launcher and without reading weights."""
-    num_processes, under_deepspeed, fsdp = 1, False, None
-    if launch_file is not None:
-        request = read_launch_file(Path(launch_file))
-        check_request(request)
-        check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
-        fsdp = fsdp_of_file(Path(launch_file), num_processes)
-        precisions = possible_precisions(recipe.train.mixed_precision, request.mixed_precision)
-        if under_deepspeed:
-            check_json_precision(deepspeed_settings(request), precisions)
-        if fsdp is not None:
-            check_sharding(fsdp, num_processes)
-            check_offload(fsdp, precisions)
-        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
-    task = check_run(recipe, num_processes, under_deepspeed)
-    if fsdp is not None:
-        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
-    for notice in task.notices():
-        print(line_of(notice))
-    print(f"ok: {task.num_samples} samples, teacher of {task.network.num_parameters():,} parameters")
 
 
 def evaluate(given: Path, overrides: list[str]) -> None:
@@ -216,12 +218,17 @@ def _free_file(file: Path) -> Path:
     return next(free for free in numbered if not os.path.lexists(free))
 
 
-def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
-    loss = outcome.metrics["loss"]
+def _write_summary(run: Run, outcome: Outcome) -> None:
+    """The final figures: of all sessions, but for memory, which is the last one's."""
+    loss, took = outcome.metrics["loss"], replace(outcome.spent, wall_s=time.perf_counter() - run.started)
+    spent = run.checkpoints.spent_before + took
+    samples_per_s = outcome.metrics["perf/samples_per_s"]
+    if spent.timed_steps:
+        samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
     summary = {
         "steps": run.last_step,
         "final_loss": loss if loss is not None and math.isfinite(loss) else None,
-        "samples_per_s": outcome.samples_per_s,
+        "samples_per_s": samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
         "teacher_quantization_error": run.quantization_error,
@@ -231,9 +238,10 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "student_params": run.student_parameters,
         "teacher_params": run.task.network.num_parameters(),
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
-        "failed_saves": run.checkpoints.num_failed,
+        "failed_saves": spent.failed_saves,
         "evaluation": {},
-        "wall_s": wall_s,
+        "wall_s": spent.wall_s,
+        "sessions": spent.num_sessions,
     }
     _write_json(Path(run.recipe.output_dir) / SUMMARY_FILE, summary)
 

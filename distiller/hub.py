@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from distiller.errors import UserError
+from distiller.resources import looked_for
 from distiller.saved_model import TRANSFORMERS_NAME, index_of
 from distiller.weight_files import read_header
 
@@ -45,6 +46,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
     Raises:
         UserError: every failure, in one line that names the id and the way to work offline.
     """
+    where = looked_for(Path(name))
     offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
     try:
         return Path(
@@ -58,14 +60,17 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         raise UserError(f"{section}.revision: {name} has no revision {revision}; {offline}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
+            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`){where}; "
+            f"{offline}"
         ) from error
     except Exception as error:
         # The hub's library lets errors of its HTTP client through, which is another package from version to version.
         why = "offline mode is on and it is not in the local cache"
         if not constants.HF_HUB_OFFLINE:
             why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
-        raise UserError(f"{section}.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error
+        raise UserError(
+            f"{section}.path: {name} is no folder here and cannot be fetched ({why}){where}; {offline}"
+        ) from error
 
 
 def stored_names(name: str, revision: str | None, root: Path, inside: str) -> set[str]:
@@ -86,3 +91,38 @@ def stored_names(name: str, revision: str | None, root: Path, inside: str) -> se
     except Exception:
         # There is no whole file, the hub cannot be reached, or whatever its HTTP client raises.
         return set(index_of(root))
+
+
+def is_offline() -> bool:
+    """Whether only what the local cache holds can be had."""
+    return constants.HF_HUB_OFFLINE
+
+
+def listed_files(name: str, revision: str | None) -> frozenset[str]:
+    """The files of a repository; none of them where the hub cannot be asked."""
+    if is_offline():
+        return frozenset()
+    try:
+        return frozenset(HfApi().list_repo_files(name, revision=revision))
+    except Exception:
+        # Whatever its HTTP client raises: the descriptions came from the local cache, then.
+        return frozenset()
+
+
+def check_listed(names: frozenset[str], folder: str, library_name: str, origin: str) -> None:
+    """Raises UserError for a repository that holds weights only under names by which no library reads them.
+
+    Args:
+        names: of its files; where there are none nothing is known, and nothing refused.
+        folder: of the model within it; '' at its top.
+        library_name: of the whole weights.
+        origin: what the message begins with.
+    """
+    place = PurePosixPath(folder)
+    known = {str(place / name) for name in (library_name, f"{library_name}.index.json")}
+    if names and not known & names:
+        others = sorted(PurePosixPath(name).name for name in names if PurePosixPath(name).parent == place)
+        raise UserError(
+            f"{origin}: holds no weights in {library_name} or its shards (other names and formats are not read); it "
+            f"has {', '.join(others) or 'nothing'}"
+        )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import stat
 import time
 import uuid
 from dataclasses import dataclass
@@ -45,23 +47,31 @@ class Claim:
 
     steps_done: int
     is_finished: bool
+    is_new: bool = False
+
+    def said(self, folder: Path, last_step: int) -> str:
+        """In one line, where a resumed run goes on from."""
+        if self.is_new:
+            return f"{folder} holds no run (is output_dir right?); this is a new one, from step 1"
+        if not self.steps_done:
+            return f"the run in {folder} has no complete checkpoint yet; it starts again at step 1"
+        checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
+        if self.steps_done == last_step:
+            return f"training has come to its end, {checkpoint}; what follows it is left"
+        return f"continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
-def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
-    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
-
-    Changes nothing where the run is finished.
+def check_output_dir(recipe: Recipe, resume: bool) -> None:
+    """Whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
 
     Raises:
-        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
+        UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
     """
     folder = Path(recipe.output_dir)
     if os.path.isfile(folder):
         raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
     refuse_if_running(folder)
     held = folder / RECIPE_FILE
-    summary = folder / SUMMARY_FILE
-    done = 0
     for name in ("checkpoints", "student"):
         if os.path.lexists(folder / name) and not os.path.lexists(held):
             raise UserError(
@@ -75,7 +85,26 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
                 "with output_dir=..."
             )
         _check_same_recipe(_held_recipe(held), recipe)
-        if _steps_of(summary) == last_step:
+    if recipe.cache_dir is not None and (why := _why_not_writable(Path(recipe.cache_dir))) is not None:
+        raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
+    if (why := _why_not_writable(folder)) is not None:
+        raise UserError(f"output_dir: {folder} cannot be written ({why})")
+
+
+def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
+    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
+
+    Changes nothing where the run is finished.
+
+    Raises:
+        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
+    """
+    check_output_dir(recipe, resume)
+    folder = Path(recipe.output_dir)
+    held = folder / RECIPE_FILE
+    done, is_new = 0, not os.path.isfile(held)
+    if not is_new:
+        if _steps_of(folder / SUMMARY_FILE) == last_step:
             return Claim(last_step, is_finished=True)
         done = latest_step(folder)
         if done > last_step:
@@ -98,7 +127,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         temporary.replace(held)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, is_finished=False)
+    return Claim(done, is_finished=False, is_new=is_new)
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:
@@ -129,6 +158,22 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
         check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to, by what is there of its path; None where nothing speaks against it."""
+    place = Path(os.path.abspath(folder))
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            break
+        except FileNotFoundError:
+            place = place.parent
+        except OSError as error:
+            return error.strerror
+    if not is_folder:
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
 
 
 def _make_token(folder: Path) -> str:

@@ -18,6 +18,7 @@ from distiller.errors import UserError, nearest, shown
 from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
+from distiller.teacher_kind import check_kind, kind_by_teacher
 
 RECIPES: dict[str, type[Recipe]] = {
     "diffusion": DiffusionRecipe,
@@ -69,6 +70,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
     """Validates a mapping as a recipe of its task; `origin` names it in errors (UserError)."""
     kind = _kind_of(data, origin)
+    data = _with_kind(data, kind)
     _reject_unknown_keys(RECIPES[kind], RECIPES[kind], data, "", origin)
     try:
         return RECIPES[kind].model_validate(data)
@@ -82,11 +84,33 @@ def dump(recipe: Recipe) -> str:
 
 
 def _kind_of(data: Mapping[str, Any], origin: str) -> str:
+    """What `task.kind` says, and where it is left out, what the teacher is.
+
+    Of a teacher that is not there, the first task that has all the recipe's keys, whose own checks then say what is
+    wrong with the path.
+    """
     task = data.get("task")
-    kind = task.get("kind", "diffusion") if isinstance(task, Mapping) else "diffusion"
+    if not isinstance(task, Mapping) or "kind" not in task:
+        found = kind_by_teacher(data.get("teacher"), origin)
+        return found or next((kind for kind, recipe in RECIPES.items() if _knows_keys(recipe, data)), "diffusion")
+    kind = task["kind"]
     if not isinstance(kind, str) or kind not in RECIPES:
         raise UserError(f"{origin}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    check_kind(kind, data.get("teacher"), origin)
     return kind
+
+
+def _knows_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
+    try:
+        _reject_unknown_keys(recipe, recipe, data, "", "")
+    except UserError:
+        return False
+    return True
+
+
+def _with_kind(data: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    task = data.get("task", {})
+    return {**data, "task": {"kind": kind, **task}} if isinstance(task, Mapping) else data
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
@@ -146,9 +170,19 @@ def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str
     if here is not None:
         return f"did you mean '{prefix}{here}'?"
     elsewhere = [path for path in _all_keys(recipe) if path.rsplit(".", 1)[-1] == key]
+    whole = f"{prefix}{key}"
+    others = [kind for kind, other in RECIPES.items() if other is not recipe and _has_key(other, whole)]
+    if others:
+        of_kind = next(kind for kind, other in RECIPES.items() if other is recipe)
+        return f"it is a key of task.kind={' and '.join(others)}, and this recipe's is {of_kind}"
     if elsewhere:
         return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
     return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
+
+
+def _has_key(recipe: type[Recipe], key: str) -> bool:
+    """Whether the recipes of a task have this key, or a section of this name."""
+    return any(known == key or known.startswith(f"{key}.") for known in _all_keys(recipe))
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -192,6 +226,8 @@ _RULES = {
 
 def _rule(problem: Mapping[str, Any]) -> str:
     """What the value must be."""
+    if problem["type"] == "string_type" and problem["input"] is None:
+        return "text, and null is none: give some, or leave the key out"
     rule = _RULES.get(problem["type"])
     return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
 

@@ -35,9 +35,7 @@ def transformers_files(folder: Path, origin: str) -> list[Path]:
         return [whole]
     if index.is_file():
         return _shards(index, origin)
-    raise UserError(
-        f"{origin}: holds no weights in {TRANSFORMERS_NAME} or its shards (other names and formats are not read)"
-    )
+    raise _nothing(folder, TRANSFORMERS_NAME, origin)
 
 
 def diffusers_files(folder: Path, origin: str) -> list[Path]:
@@ -47,9 +45,7 @@ def diffusers_files(folder: Path, origin: str) -> list[Path]:
         return _shards(index, origin)
     if whole.is_file():
         return [whole]
-    raise UserError(
-        f"{origin}: holds no weights in {DIFFUSERS_NAME} or its shards (other names and formats are not read)"
-    )
+    raise _nothing(folder, DIFFUSERS_NAME, origin)
 
 
 def index_of(folder: Path) -> dict[str, str]:
@@ -65,6 +61,14 @@ def refuse_adapter(folder: Path, origin: str) -> None:
             f"{origin}: holds an adapter ({ADAPTER_CONFIG}), which is not read; merge it into the model (peft's "
             "merge_and_unload) and save that, or remove the file"
         )
+
+
+def _nothing(folder: Path, name: str, origin: str) -> UserError:
+    others = sorted(file.name for file in folder.glob("*.safetensors"))
+    found = f"; it has {others[0]}: a variant is read where it is saved again without one" if others else ""
+    return UserError(
+        f"{origin}: holds no weights in {name} or its shards (other names and formats are not read){found}"
+    )
 
 
 def _named_in(config: Path) -> str | None:

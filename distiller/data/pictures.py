@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageCms, ImageOps
 
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 
 SUFFIXES = frozenset(
     f".{name}"
@@ -20,6 +20,9 @@ SUFFIXES = frozenset(
 WRITTEN_SUFFIXES = (".png", ".bmp", ".jpeg", ".jpg", ".webp")
 """Of the files that `sample` writes."""
 
+MOST_LOOKED_AT = 128
+"""Pictures that `--check` reads: a few seconds' worth."""
+
 READER = 2
 """Changes when the same file gives other pixels, and with it the keys of what is made from them."""
 
@@ -29,6 +32,24 @@ _SIXTEEN_BIT_FORMATS = ("PNG", "PPM", "JPEG2000")
 
 class UnreadablePictureError(ValueError):
     """The reason why a file gives no pixels, without the file's name."""
+
+
+def look_at(read: Callable[[int], object], count: int) -> str:
+    """Reads so many pictures, or evenly spaced ones of them, and says how many.
+
+    Args:
+        read: one of them, by its number; RunError where it cannot be read.
+
+    Raises:
+        UserError: for the first that cannot be read.
+    """
+    num_read = min(count, MOST_LOOKED_AT)
+    for place in range(num_read):
+        try:
+            read(place * (count - 1) // max(num_read - 1, 1))
+        except RunError as error:
+            raise UserError(f"data.path: {error}") from error
+    return f"{num_read:,} of {count:,} pictures read"
 
 
 def is_picture(file: Path) -> bool:

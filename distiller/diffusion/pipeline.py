@@ -13,9 +13,14 @@ from safetensors import SafetensorError, safe_open
 from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
-from distiller.hub import download, is_other_form, looks_like_hub_id
-from distiller.resources import local_path
-from distiller.saved_model import diffusers_files, transformers_files
+from distiller.hub import check_listed, download, is_offline, is_other_form, listed_files, looks_like_hub_id
+from distiller.resources import local_path, looked_for
+from distiller.saved_model import (
+    DIFFUSERS_NAME,
+    TRANSFORMERS_NAME,
+    diffusers_files,
+    transformers_files,
+)
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
 
@@ -97,7 +102,9 @@ def locate(teacher: Teacher) -> Location:
     path, repository = local_path(teacher.path), None
     if not os.path.exists(path):
         if not looks_like_hub_id(teacher.path):
-            raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
+            raise UserError(
+                f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name){looked_for(path)}"
+            )
         repository = (teacher.path, teacher.revision, teacher.subfolder)
         path = download("teacher", teacher.path, teacher.revision, ["*.json"])
     elif not path.is_dir():
@@ -129,9 +136,13 @@ def read_files(
 
 
 def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
-    """Raises UserError unless a folder's networks, VAE, and what embeds prompts are whole. Reads headers only."""
+    """Raises UserError unless networks, VAE, and what embeds prompts are there: of a folder whole, of a hub by name.
+
+    Reads headers only.
+    """
     location = files.location
-    if location.repository is not None:
+    if location.repository is not None and not is_offline():
+        _check_listed(files, text_parts)
         return
     for name in text_parts:
         if name.startswith("tokenizer"):
@@ -139,6 +150,18 @@ def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
     encoders = [name for name in text_parts if not name.startswith("tokenizer")]
     for name in (*files.configs, *encoders, "vae"):
         check_weights(location.root / name, f"teacher.path: {location.given}")
+
+
+def _check_listed(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
+    """Raises UserError where a hub has a part only in files that no library looks for."""
+    assert files.location.repository is not None
+    name, revision, subfolder = files.location.repository
+    names = listed_files(name, revision)
+    encoders = [part for part in text_parts if not part.startswith("tokenizer")]
+    wanted = {**dict.fromkeys((*files.configs, "vae"), DIFFUSERS_NAME), **dict.fromkeys(encoders, TRANSFORMERS_NAME)}
+    for part, library_name in wanted.items():
+        folder = f"{subfolder}/{part}" if subfolder else part
+        check_listed(names, folder, library_name, f"teacher.path: {files.location.given}: {part}")
 
 
 def model_files(folder: Path) -> list[Path]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distiller.data.images import find_images
+from distiller.data.images import find_images, load_image
 from distiller.data.latents import LatentStore
-from distiller.data.pictures import READER, check_size
+from distiller.data.pictures import READER, check_size, look_at
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -77,6 +77,13 @@ class Source:
             self.data_digest = digest_of([self.prompts, store.digest()])
         self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
+
+    def look_at(self) -> str | None:
+        """Reads some of the pictures, and says how many; None where there are none. Raises UserError."""
+        if self._recipe.data.kind != "images":
+            return None
+        size = self._recipe.task.size[1:]
+        return look_at(lambda number: load_image(self._images[number][0], *size), len(self._images))
 
     def prepare(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""

@@ -73,6 +73,13 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         """
         return []
 
+    def look_at_samples(self) -> str | None:
+        """Reads some of the samples whole, which nothing else does before training, and says how many of them.
+
+        None where there is nothing to find out. Raises UserError for the first that cannot be read.
+        """
+        return None
+
     @abstractmethod
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Runs the stages that come before the teacher is loaded, and says whether a later one needs it.

@@ -56,6 +56,8 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         self._processor = Processor(root, _num_channels(read_config(root / "config.json", origin)), origin)
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
         trains_teacher = recipe.teacher_training.max_steps is not None
+        if not trains_teacher:
+            self._files.check_listed(teacher.subfolder)
         if not trains_teacher and self._files.repository is None:
             self._files.fetch()
         self._plan = plan_student(recipe.student, self._files, self._processor)
@@ -88,6 +90,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             keys = ", ".join(self._plan.dropout)
             notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return notices
+
+    def look_at_samples(self) -> str:
+        return self._source.look_at(self._processor.num_channels)
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         if self._trained is not None:

@@ -88,6 +88,9 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
         return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
+    def look_at_samples(self) -> str | None:
+        return self._source.look_at()
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)
 

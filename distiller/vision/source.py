@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import final
 
 from distiller.classification_config import ClassificationRecipe
+from distiller.data.pictures import look_at
 from distiller.errors import UserError
 from distiller.stages import digest_of
 from distiller.vision.files import Processor
@@ -45,6 +46,10 @@ class PictureSource:
         self.teachers = some(trained_on, lessons.augmentation, data.crop_scale, lessons.seed)
         # With the places, since a sample's id is one among them.
         self.data_digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
+
+    def look_at(self, num_channels: int) -> str:
+        """Reads some of the pictures, and says how many. Raises UserError for one that cannot be read."""
+        return look_at(lambda number: self._pictures.read(number, num_channels), len(self._pictures.classes))
 
     def contents_digest(self) -> str:
         """Changes when a picture does. Of a folder, the first call reads every file."""

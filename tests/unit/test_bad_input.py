@@ -115,7 +115,6 @@ class TestCommandLine:
             (["train"], ["recipe", "distiller train --help"]),
             (["train", "x.yaml", "--bogus"], ["--bogus", "--help"]),
             (["train", "x.yaml", "--bogus=3"], ["--bogus=3", "--help"]),
-            (["train", "x.yaml", "--check", "--resume"], ["--resume", "not allowed", "--check"]),
             (["train", "x.yaml", "--check", "--dry-run"], ["--dry-run", "not allowed", "--check"]),
             (["train", "x.yaml", "--resume", "--dry-run"], ["--resume", "not allowed", "--dry-run"]),
             (["train", "x.yaml", "--check", "--config_file"], ["--config_file", "expected one argument"]),
@@ -434,8 +433,7 @@ def test_what_does_not_fit_the_files(refuse_recipe, monkeypatch, changes, words)
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has fp16")
 def test_fp16_without_a_gpu(refuse_recipe):
-    modes = ([], ["--dry-run"])
-    refuse_recipe({"train.mixed_precision": "fp16"}, "train.mixed_precision is fp16", "GPU", "bf16 or no", modes=modes)
+    refuse_recipe({"train.mixed_precision": "fp16"}, "train.mixed_precision is fp16", "GPU", "bf16 or no")
 
 
 def test_what_fsdp_cannot_do_is_refused_before_anything_is_written(refuse_recipe, monkeypatch):
@@ -935,7 +933,7 @@ class TestLatents:
 
 
 class TestOutputFolder:
-    """`--check` and `--dry-run` write elsewhere or nowhere, so only training itself refuses the folder."""
+    """`--dry-run` writes elsewhere, and looks at none of this."""
 
     @pytest.mark.parametrize(
         ("path", "words"),
@@ -952,11 +950,11 @@ class TestOutputFolder:
         (tmp_path / "theirs" / "student").mkdir(parents=True)
         (tmp_path / "held").mkdir()
         (tmp_path / "held" / "recipe.yaml").write_text("seed: 1")
-        refuse_recipe({"output_dir": path}, *words, modes=[[]])
+        refuse_recipe({"output_dir": path}, *words, modes=[[], ["--check"]])
 
     @pytest.mark.parametrize("path", ["student.json", "student.json/cache", "a" * 300])
     def test_cache_dir(self, refuse_recipe, path):
-        refuse_recipe({"cache_dir": path}, f"cache_dir: {path} cannot be made a folder", modes=[[]])
+        refuse_recipe({"cache_dir": path}, f"cache_dir: {path} cannot be made a folder", modes=[[], ["--check"]])
 
     def test_fewer_steps_than_are_done(self, refuse_recipe, tmp_path, pipelines):
         (tmp_path / "run" / "checkpoints" / "step-6").mkdir(parents=True)
@@ -977,7 +975,7 @@ class TestOutputFolder:
     def test_damaged_run(self, refuse_recipe, tmp_path, held, words):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "recipe.yaml").write_bytes(held if isinstance(held, bytes) else held.encode())
-        refuse_recipe({"output_dir": "run"}, *words, modes=[["--resume"]])
+        refuse_recipe({"output_dir": "run"}, *words, modes=[["--resume"], ["--resume", "--check"]])
 
     @pytest.mark.parametrize(
         ("change", "words"),
@@ -996,7 +994,7 @@ class TestOutputFolder:
         (tmp_path / "run").mkdir()
         held = parse(toys.recipe(tmp_path, pipelines[1], output_dir="run"))
         (tmp_path / "run" / "recipe.yaml").write_text(dump(held))
-        refuse_recipe({"output_dir": "run", **change}, *words, modes=[["--resume"]])
+        refuse_recipe({"output_dir": "run", **change}, *words, modes=[["--resume"], ["--resume", "--check"]])
 
 
 class TestLaunchFile:

@@ -130,6 +130,7 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     GradientState._reset_state()
     commands.train(recipe, True)
     assert "is already finished" in capsys.readouterr().out
+    commands.check(recipe, None, resume=True)
     # What is written out is no default any more.
     assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 

@@ -9,7 +9,6 @@ import pytest
 from distiller import commands
 from distiller.cli import main
 from distiller.errors import UserError
-from distiller.plain_yaml import parse_yaml
 from distiller.run_reading import CHANGES
 from tests import recipe_keys, toys
 
@@ -108,15 +107,13 @@ def test_a_run_without_student_and_checkpoint_is_refused(run_dir):
 def test_one_rank_of_a_launch_reads_the_run(run_dir, tmp_path, capsys, monkeypatch, rank):
     monkeypatch.setenv("RANK", str(rank))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    (tmp_path / "recipe.yaml").write_text((run_dir / "recipe.yaml").read_text().replace(str(run_dir), "other"))
-    assert parse_yaml((tmp_path / "recipe.yaml").read_text())["output_dir"] != str(run_dir)
     for arguments in (
         ["evaluate", str(run_dir), *FEW],
         ["sample", str(run_dir), FEW[2], "--prompts", "a red cat"],
         ["export", str(run_dir)],
         ["recipes"],
         ["configs"],
-        ["train", str(tmp_path / "recipe.yaml"), "--check"],
+        ["train", str(run_dir / "recipe.yaml"), f"output_dir={tmp_path / 'other'}", "--check"],
     ):
         assert main(arguments) == 0
         assert bool(capsys.readouterr().out) == (rank == 0), arguments

@@ -11,12 +11,14 @@ from diffusers import AutoencoderKL, ModelMixin
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from distiller.diffusion.families import find_pipeline
 from distiller.errors import UserError
 from distiller.language.files import find_model
 from distiller.saved_model import ADAPTER_CONFIG, diffusers_files, transformers_files
+from distiller.teacher_config import Teacher
 from distiller.vision.stored import check_weights, stored_files
 from distiller.weight_files import WeightFiles
-from tests import classifiers, toy_causal_lm
+from tests import classifiers, toy_causal_lm, toys
 
 
 def save_twice(model: torch.nn.Module, folder: Path) -> None:
@@ -82,3 +84,42 @@ def test_an_adapter_is_not_left_out_silently(tmp_path):
         find_model("teacher", str(folder), None, None, tmp_path, trusts_code=False)
     with pytest.raises(UserError, match=r"holds an adapter .*merge it into the model"):
         check_weights(folder, "x")
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "transformer", "vae"])
+def test_a_part_in_a_variant_alone_is_refused_before_any_weight_is_read(tmp_path, part):
+    """`from_pretrained` would end in a traceback, after hours of stages."""
+    folder = toys.make_pipeline(tmp_path / "pipeline")
+    (file,) = (folder / part).glob("*.safetensors")
+    file.rename(file.with_suffix(".fp16.safetensors"))
+    with pytest.raises(UserError, match=rf"{part}: holds no weights in \S+ or its shards .* it has \S+\.fp16\.saf"):
+        find_pipeline(Teacher(path=str(folder)))
+
+
+@pytest.mark.parametrize("part", ["text_encoder", "transformer", "vae"])
+def test_so_is_one_on_the_hub(tmp_path, part, monkeypatch):
+    folder = toys.make_pipeline(tmp_path / "pipeline")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(folder))
+    names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: names)
+    find_pipeline(Teacher(path="owner/name"))
+    (weights,) = (name for name in names if name.startswith(f"{part}/") and name.endswith(".safetensors"))
+    names.append(names.pop(names.index(weights)).replace(".safetensors", ".fp16.safetensors"))
+    with pytest.raises(UserError, match=rf"owner/name: {part}: holds no weights .*; it has config.json, \S+fp16"):
+        find_pipeline(Teacher(path="owner/name"))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", fail)
+    find_pipeline(Teacher(path="owner/name"))
+
+
+def test_a_language_model_on_the_hub_without_safetensors_is_refused(tmp_path, monkeypatch):
+    folder = toy_causal_lm.save_model(tmp_path / "language")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: ["config.json", "pytorch_model.bin"])
+    with pytest.raises(UserError, match=r"owner/name: holds no weights in model.safetensors .*pytorch_model.bin"):
+        find_model("teacher", "owner/name", None, None, tmp_path / "stages", trusts_code=False)
+
+
+def fail(*_: object, **__: object) -> None:
+    raise ConnectionError("no answer")
