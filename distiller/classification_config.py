@@ -30,9 +30,9 @@ class ClassificationLosses(Section):
 class ClassificationOptions(TaskOptions):
     """What is learnt, for image classifiers."""
 
-    kind: Literal["classification"] = Field(
+    kind: Literal["classification"] = Field(  # type: ignore[assignment]
         default="classification", description="which task; left out: the one that the teacher is of"
-    )  # type: ignore[assignment]
+    )
     losses: ClassificationLosses = ClassificationLosses()
     channels_last: Switch = Field(
         default=False, description="both networks' inputs in channels-last memory, for convolutions"
