@@ -19,6 +19,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from distiller.errors import UserError
 from distiller.file_modes import follow_umask
 from distiller.ranks import Ranks
 
@@ -96,9 +97,15 @@ class Stage:
         return FileLock(self.folder.with_name(f".{self.folder.name}.lock"))
 
     def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until another process has finished, and this machine sees it."""
+        """Waits until another process has finished, and this machine sees it. UserError for files of somebody else."""
         while not self.is_complete:
             time.sleep(poll_s)
+        closed = next((file for file in sorted(self.folder.iterdir()) if not os.access(file, os.R_OK)), None)
+        if closed is not None:
+            raise UserError(
+                f"cache_dir: {closed} is another user's and cannot be read (older versions left files to their owner "
+                "alone); its owner can chmod -R g+r the folder, or choose another one with cache_dir=..."
+            )
 
 
 def digest_of(value: Any) -> str:
