@@ -126,7 +126,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         return Finished(accelerator, last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     if resume and ranks.is_main:
-        print(f"distiller: --resume: {claim.said(run_dir, last_step)}", file=sys.stderr, flush=True)
+        print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
