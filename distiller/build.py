@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
+    began = time.perf_counter()
     task = check_run(recipe, world_size(), is_deepspeed_launch())
     recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
@@ -123,6 +125,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     if claim.is_finished:
         return Finished(accelerator, last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
+    if resume and ranks.is_main:
+        print(f"distiller: --resume: {claim.said(run_dir, last_step)}", file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
@@ -205,6 +209,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         ranks=ranks,
         skipped_steps=skipped_steps,
         stages_s=stages_s,
+        started=began,
         quantization_error=quantization_error,
         bytes_beside=beside,
     )
@@ -268,9 +273,24 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
     if not plan.updates_per_epoch:
         raise UserError(
             f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
-            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; lower batch_size"
+            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; "
+            f"{_smaller_update(plan)}"
         )
     return plan
+
+
+def _smaller_update(plan: UpdatePlan) -> str:
+    """What makes an update no larger than the data."""
+    if not plan.num_samples:
+        return "give some data"
+    if fitting := plan.num_samples // (plan.accumulation_steps * plan.world_size):
+        return f"lower batch_size to {fitting} or less"
+    if fitting := plan.num_samples // plan.world_size:
+        return (
+            "lower train.gradient_accumulation_steps (or samples_per_update), with batch_size 1 to accumulation "
+            f"{fitting} or less"
+        )
+    return f"start at most {plan.num_samples} {'process' if plan.num_samples == 1 else 'processes'}, or give more data"
 
 
 def _announce(

@@ -30,7 +30,9 @@ class ClassificationLosses(Section):
 class ClassificationOptions(TaskOptions):
     """What is learnt, for image classifiers."""
 
-    kind: Literal["classification"] = Field(default="classification", description="which task")  # type: ignore[assignment]
+    kind: Literal["classification"] = Field(
+        default="classification", description="which task; left out: the one that the teacher is of"
+    )  # type: ignore[assignment]
     losses: ClassificationLosses = ClassificationLosses()
     channels_last: Switch = Field(
         default=False, description="both networks' inputs in channels-last memory, for convolutions"

@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from distiller.build import Finished, build, build_task, check_run
 from distiller.checking import check
+from distiller.checkpoint.format import Spent
 from distiller.config import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.devices import best_device, quiet_libraries, teacher_dtype
@@ -43,7 +45,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
 
     StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
     """
-    started, run_dir = time.perf_counter(), Path(recipe.output_dir)
+    run_dir = Path(recipe.output_dir)
     run = build(recipe, resume)
     if isinstance(run, Finished):
         run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
@@ -57,7 +59,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
             else:
                 # The loop had ended, and what follows it was cut short.
                 metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
-                outcome = Outcome(metrics, metrics["perf/samples_per_s"])
+                outcome = Outcome(metrics, Spent(num_sessions=1))
             export_run(run)
     except AgreedError:
         # A failure that all ranks share must not cost the checkpoint that is being written.
@@ -71,7 +73,7 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         run.tracker.close_bar()
     run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
     if run.accelerator.is_main_process:
-        _write_summary(run, outcome, time.perf_counter() - started)
+        _write_summary(run, outcome)
     _leave(run)
     if outcome.lost is not None:
         raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
@@ -216,12 +218,17 @@ def _free_file(file: Path) -> Path:
     return next(free for free in numbered if not os.path.lexists(free))
 
 
-def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
-    loss = outcome.metrics["loss"]
+def _write_summary(run: Run, outcome: Outcome) -> None:
+    """The final figures: of all sessions, but for memory, which is the last one's."""
+    loss, took = outcome.metrics["loss"], replace(outcome.spent, wall_s=time.perf_counter() - run.started)
+    spent = run.checkpoints.spent_before + took
+    samples_per_s = outcome.metrics["perf/samples_per_s"]
+    if spent.timed_steps:
+        samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
     summary = {
         "steps": run.last_step,
         "final_loss": loss if loss is not None and math.isfinite(loss) else None,
-        "samples_per_s": outcome.samples_per_s,
+        "samples_per_s": samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
         "teacher_quantization_error": run.quantization_error,
@@ -231,9 +238,10 @@ def _write_summary(run: Run, outcome: Outcome, wall_s: float) -> None:
         "student_params": run.student_parameters,
         "teacher_params": run.task.network.num_parameters(),
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
-        "failed_saves": run.checkpoints.num_failed,
+        "failed_saves": spent.failed_saves,
         "evaluation": {},
-        "wall_s": wall_s,
+        "wall_s": spent.wall_s,
+        "sessions": spent.num_sessions,
     }
     _write_json(Path(run.recipe.output_dir) / SUMMARY_FILE, summary)
 

@@ -20,7 +20,7 @@ from distiller.teacher_config import Teacher
 class TaskOptions(Section):
     """What is learnt."""
 
-    kind: str = Field(description="which task")
+    kind: str = Field(description="which task; left out: the one that the teacher is of")
 
 
 class FeatureLoss(Section):

@@ -72,7 +72,9 @@ class Guidance(Section):
 class DiffusionOptions(TaskOptions):
     """What is learnt, for diffusion teachers."""
 
-    kind: Literal["diffusion"] = Field(default="diffusion", description="which task")  # type: ignore[assignment]
+    kind: Literal["diffusion"] = Field(
+        default="diffusion", description="which task; left out: the one that the teacher is of"
+    )  # type: ignore[assignment]
     height: Positive | None = Field(default=None, description="pixels; None = the latents', or the pipeline's own")
     width: Positive | None = Field(default=None, description="pixels; None = as height")
     num_frames: Positive | None = Field(

@@ -15,6 +15,7 @@ from huggingface_hub.errors import (
 )
 
 from distiller.errors import UserError
+from distiller.resources import looked_for
 from distiller.saved_model import TRANSFORMERS_NAME, index_of
 from distiller.weight_files import read_header
 
@@ -45,6 +46,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
     Raises:
         UserError: every failure, in one line that names the id and the way to work offline.
     """
+    where = looked_for(Path(name))
     offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
     try:
         return Path(
@@ -58,14 +60,17 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         raise UserError(f"{section}.revision: {name} has no revision {revision}; {offline}") from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise UserError(
-            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`); {offline}"
+            f"{section}.path: {name} is no folder here and unknown on the hub (or private: `hf auth login`){where}; "
+            f"{offline}"
         ) from error
     except Exception as error:
         # The hub's library lets errors of its HTTP client through, which is another package from version to version.
         why = "offline mode is on and it is not in the local cache"
         if not constants.HF_HUB_OFFLINE:
             why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
-        raise UserError(f"{section}.path: {name} is no folder here and cannot be fetched ({why}); {offline}") from error
+        raise UserError(
+            f"{section}.path: {name} is no folder here and cannot be fetched ({why}){where}; {offline}"
+        ) from error
 
 
 def stored_names(name: str, revision: str | None, root: Path, inside: str) -> set[str]:

@@ -39,7 +39,7 @@ class LanguageLosses(Section):
 class LanguageOptions(TaskOptions):
     """What is learnt, for teachers that predict the next token."""
 
-    kind: Literal["causal_lm"] = Field(description="which task")  # type: ignore[assignment]
+    kind: Literal["causal_lm"] = Field(description="which task; left out: the one that the teacher is of")  # type: ignore[assignment]
     losses: LanguageLosses = LanguageLosses()
     trust_remote_code: Switch = Field(
         default=False, description="whether to run Python code that comes with a model's folder"

@@ -47,6 +47,18 @@ class Claim:
 
     steps_done: int
     is_finished: bool
+    is_new: bool = False
+
+    def said(self, folder: Path, last_step: int) -> str:
+        """In one line, where a resumed run goes on from."""
+        if self.is_new:
+            return f"{folder} holds no run (is output_dir right?); this is a new one, from step 1"
+        if not self.steps_done:
+            return f"the run in {folder} has no complete checkpoint yet; it starts again at step 1"
+        checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
+        if self.steps_done == last_step:
+            return f"training has come to its end, {checkpoint}; what follows it is left"
+        return f"continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
 def check_output_dir(recipe: Recipe, resume: bool) -> None:
@@ -89,8 +101,9 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     """
     check_output_dir(recipe, resume)
     folder = Path(recipe.output_dir)
-    held, done = folder / RECIPE_FILE, 0
-    if os.path.isfile(held):
+    held = folder / RECIPE_FILE
+    done, is_new = 0, not os.path.isfile(held)
+    if not is_new:
         if _steps_of(folder / SUMMARY_FILE) == last_step:
             return Claim(last_step, is_finished=True)
         done = latest_step(folder)
@@ -114,7 +127,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         temporary.replace(held)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, is_finished=False)
+    return Claim(done, is_finished=False, is_new=is_new)
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:

@@ -19,6 +19,7 @@ from distiller.errors import UserError, nearest, shown
 from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
+from distiller.teacher_kind import check_kind, kind_by_teacher
 
 NOTHING: Mapping[str, str] = {}
 """No overrides."""
@@ -77,7 +78,8 @@ def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, s
         origin: the name of the recipe.
         given: the overrides in it, by their keys.
     """
-    kind = _kind_of(data, blamed(origin, given, "task.kind"))
+    kind = _kind_of(data, origin, given)
+    data = _with_kind(data, kind)
     _reject_unknown_keys(RECIPES[kind], RECIPES[kind], data, "", origin, given)
     try:
         return RECIPES[kind].model_validate(data)
@@ -104,12 +106,35 @@ def dump(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _kind_of(data: Mapping[str, Any], origin: str) -> str:
+def _kind_of(data: Mapping[str, Any], origin: str, given: Mapping[str, str]) -> str:
+    """What `task.kind` says, and where it is left out, what the teacher is.
+
+    Of a teacher that is not there, the first task that has all the recipe's keys, whose own checks then say what is
+    wrong with the path.
+    """
     task = data.get("task")
-    kind = task.get("kind", "diffusion") if isinstance(task, Mapping) else "diffusion"
+    if not isinstance(task, Mapping) or "kind" not in task:
+        found = kind_by_teacher(data.get("teacher"), blamed(origin, given, "teacher.path"))
+        return found or next((kind for kind, recipe in RECIPES.items() if _knows_keys(recipe, data)), "diffusion")
+    kind = task["kind"]
     if not isinstance(kind, str) or kind not in RECIPES:
-        raise UserError(f"{origin}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+        culprit = blamed(origin, given, "task.kind")
+        raise UserError(f"{culprit}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    check_kind(kind, data.get("teacher"), blamed(origin, given, "task.kind", "teacher.path"))
     return kind
+
+
+def _knows_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
+    try:
+        _reject_unknown_keys(recipe, recipe, data, "", "", NOTHING)
+    except UserError:
+        return False
+    return True
+
+
+def _with_kind(data: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
+    task = data.get("task", {})
+    return {**data, "task": {"kind": kind, **task}} if isinstance(task, Mapping) else data
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
@@ -175,9 +200,19 @@ def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str
     if here is not None:
         return f"did you mean '{prefix}{here}'?"
     elsewhere = [path for path in _all_keys(recipe) if path.rsplit(".", 1)[-1] == key]
+    whole = f"{prefix}{key}"
+    others = [kind for kind, other in RECIPES.items() if other is not recipe and _has_key(other, whole)]
+    if others:
+        of_kind = next(kind for kind, other in RECIPES.items() if other is recipe)
+        return f"it is a key of task.kind={' and '.join(others)}, and this recipe's is {of_kind}"
     if elsewhere:
         return f"did you mean {' or '.join(repr(path) for path in elsewhere)}?"
     return f"valid here: {', '.join(prefix + name for name in model.model_fields)}"
+
+
+def _has_key(recipe: type[Recipe], key: str) -> bool:
+    """Whether the recipes of a task have this key, or a section of this name."""
+    return any(known == key or known.startswith(f"{key}.") for known in _all_keys(recipe))
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -223,6 +258,8 @@ _RULES = {
 
 def _rule(problem: Mapping[str, Any]) -> str:
     """What the value must be."""
+    if problem["type"] == "string_type" and problem["input"] is None:
+        return "text, and null is none: give some, or leave the key out"
     rule = _RULES.get(problem["type"])
     return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
 

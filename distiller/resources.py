@@ -54,6 +54,11 @@ def local_path(name: str) -> Path:
     return path
 
 
+def looked_for(path: Path) -> str:
+    """Where a relative path that is not there was looked for, in brackets, for messages; nothing of an absolute one."""
+    return "" if path.is_absolute() else f" (looked for {path.absolute()})"
+
+
 def find_model_file(name: str) -> Path:
     """As `local_path`; and turns `package:NAME/FILE` into a file that an installed Python package carries.
 

@@ -60,7 +60,7 @@ class StepTimer:
         """Begins a window: what lay between `read` and here (logging, a checkpoint) is in none."""
         self._steps, self._started = 0, time.perf_counter()
 
-    def mean_step_s(self) -> float:
-        """Seconds a step over all windows that were read, but for the first, which warms up, if there are others."""
+    def timed(self) -> tuple[int, float]:
+        """Steps and seconds of all windows that were read, but for the first, which warms up, if there are others."""
         windows = self._windows[1:] or self._windows
-        return sum(elapsed_s for _, elapsed_s in windows) / sum(steps for steps, _ in windows)
+        return sum(steps for steps, _ in windows), sum(elapsed_s for _, elapsed_s in windows)

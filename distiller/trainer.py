@@ -6,7 +6,7 @@ import math
 import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from distiller.average import MovingAverage
+from distiller.checkpoint.format import Spent
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due, is_time
@@ -65,6 +66,8 @@ class Run:
     skipped_steps: int
     stages_s: float
     quantization_error: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+    """When this session began, by `time.perf_counter`."""
     bytes_beside: int = 0
     """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
 
@@ -76,14 +79,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop ends with: the last logged metrics, and the throughput over all its steps but the first ones.
+    """What the loop ends with: the last logged metrics, and what the session has taken.
 
     Attributes:
         lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
     """
 
     metrics: dict[str, Any]
-    samples_per_s: float
+    spent: Spent
     lost: CheckpointError | None = None
 
 
@@ -109,7 +112,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0, by_clock)
         health.hear(heard.num_bad, heard.step - 1)
         if heard.num_asked:
-            _stop(run, health, step - 1, stops.requested)
+            _stop(run, health, step - 1, stops.requested, _spent(run, timer))
 
         with timer.part("teacher"):
             targets = _ask_teacher(run, micro_batches)
@@ -159,17 +162,18 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         is_overdue = is_saved and not health.is_well
         if is_saved and not is_overdue:
             try:
-                run.checkpoints.save(step, int(health.num_skipped), wait=step == run.last_step)
+                is_last, spent = step == run.last_step, _spent(run, timer)
+                run.checkpoints.save(step, int(health.num_skipped), is_last, spent)
             except CheckpointError as error:
                 lost = error
             saved_at, saved_step = time.monotonic(), step
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
-    return Outcome(metrics, run.plan.samples_per_update / timer.mean_step_s(), lost)
+    return Outcome(metrics, _spent(run, timer), lost)
 
 
-def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
+def _stop(run: Run, health: Health, step: int, requested: int, spent: Spent) -> NoReturn:
     """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
     signals = [number for number in run.ranks.gather(requested) if number]
     health.settle()
@@ -182,9 +186,14 @@ def _stop(run: Run, health: Health, step: int, requested: int) -> NoReturn:
             when += ", which was left out"
         run.checkpoints.finish()
         if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
-            run.checkpoints.save(step, int(health.num_skipped), wait=True)
+            run.checkpoints.save(step, int(health.num_skipped), wait=True, spent=spent)
     text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
     raise StoppedError(text, min(signals), is_agreed=True)
+
+
+def _spent(run: Run, timer: StepTimer) -> Spent:
+    """What this session has taken so far."""
+    return Spent(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
 
 
 def _ask_teacher(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:

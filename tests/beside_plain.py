@@ -35,8 +35,8 @@ class Ran:
     is_fused: bool
 
 
-def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOPS) -> Ran:
-    """Builds and trains, in this process, without what follows the loop."""
+def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOPS, stays: bool = False) -> Ran:
+    """Builds and trains, in this process, without what follows the loop. `stays`: with the others, for another run."""
     built = build(recipe, resume)
     assert isinstance(built, Run)
     try:
@@ -50,8 +50,9 @@ def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOPS) -> Ran:
     finally:
         if built.teacher is not None:
             built.teacher.close()
-        built.accelerator.end_training()
-        forget_accelerate()
+        if not stays:
+            built.accelerator.end_training()
+            forget_accelerate()
 
 
 def plain_module(built: Run) -> torch.nn.Module:

@@ -22,7 +22,7 @@ from distiller.tasks import open_task
 
 NESTED = ("text", "latents")
 """Of the content key, the keys of stages: they are looked at on their own."""
-WHOLE = ("inputs.configs", "inputs.config", "inputs.processor", "config", "processor", "scheduler")
+WHOLE = ("inputs.configs", "scheduler")
 """Descriptions out of files: one field each, whatever they hold."""
 
 
@@ -55,7 +55,7 @@ def parsed(base: Mapping[str, Any], keys: Mapping[str, Any]) -> Recipe:
     return parse(tree)
 
 
-def keys_of(recipe: Recipe, with_content: bool = True) -> dict[str, dict[str, Any]]:
+def keys_of(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """The keys of the stages that the recipe has, by name, and of a cache (`content`), each as field -> value."""
     found: dict[str, dict[str, Any]] = {}
     made = Stage.__init__
@@ -66,11 +66,10 @@ def keys_of(recipe: Recipe, with_content: bool = True) -> dict[str, dict[str, An
 
     with mock.patch.object(Stage, "__init__", record):
         task = open_task(recipe)
-        if with_content:
-            content = content_key(recipe, task, teacher_dtype(recipe.teacher.dtype, torch.device("cpu")))
-            for name in NESTED:
-                content["inputs"].pop(name, None)
-            found["content"] = fields_of(content)
+        content = content_key(recipe, task, teacher_dtype(recipe.teacher.dtype, torch.device("cpu")))
+    for name in NESTED:
+        content["inputs"].pop(name, None)
+    found["content"] = fields_of(content)
     return found
 
 

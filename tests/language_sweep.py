@@ -11,6 +11,7 @@ import contextlib
 import copy
 import io
 import os
+import signal
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -44,15 +45,20 @@ own `from_pretrained`. "float32" and "bfloat16": the largest difference of two l
 "read": `directly`, or `converted`: the library changes tensors while it loads them, so a converted copy is made once.
 """
 CHANGES: dict[str, dict[str, Any]] = {
+    "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
+    "falcon": {"hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 8, "ffn_hidden_size": 2048},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
     "reformer": {"is_decoder": True},
-    "gpt_neo": {},
 }
 """What a default config lacks."""
 TOLERANCE = 1e-5
+LIMIT_S = 300
+"""For one type: the largest take a minute on an idle core."""
 
 
 @dataclass(frozen=True)
@@ -153,17 +159,24 @@ def table(rows: list[Row]) -> str:
 def main(kinds: list[str]) -> None:
     """Sweeps the types, each in a folder of its own."""
     transformers.logging.set_verbosity_error()
+    signal.signal(signal.SIGALRM, _stop)
     rows = []
     for kind in kinds or sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+            signal.alarm(LIMIT_S)
             try:
                 row = sweep(kind, Path(folder))
             except Exception as error:
                 row = Row(kind, refusal=f"FAULT {type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            signal.alarm(0)
         print(row, flush=True)
         rows.append(row)
     if not kinds:
         PAGE.write_text(HEAD.format(version=transformers.__version__) + table(rows), encoding="utf-8")
+
+
+def _stop(*_: Any) -> None:
+    raise TimeoutError(f"longer than {LIMIT_S} s")
 
 
 if __name__ == "__main__":

@@ -82,9 +82,14 @@ def requests_of(rank: int, step: int, num_modules: int, device: str = "cpu") -> 
     return requests
 
 
-def answers(teacher: Any, rank: int, num_modules: int, num_steps: int = 3, device: str = "cpu") -> list[np.ndarray]:
-    """All outputs of some steps, flat."""
-    steps = [teacher.predict(requests_of(rank, step, num_modules, device)) for step in range(num_steps)]
+def answers(
+    teacher: Any, rank: int, num_modules: int, num_steps: int = 3, device: str = "cpu", autocast: bool = True
+) -> list[np.ndarray]:
+    """All outputs of some steps, flat; asked under the caller's autocast but for the first, which changes nothing."""
+    steps = []
+    for step in range(num_steps):
+        with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=autocast and step > 0):
+            steps.append(teacher.predict(requests_of(rank, step, num_modules, device)))
     return [_flat(outputs) for step in steps for outputs in step]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -21,12 +22,15 @@ Picture = tuple[np.ndarray, int]
 
 
 def all_pictures(data: Any) -> list[Picture]:
-    """Of a folder for each class, or scikit-learn's digits."""
+    """Of a folder for each class, of a data set, or scikit-learn's digits."""
     if data.kind == "digits":
         from sklearn.datasets import load_digits
 
         digits = load_digits()
         return list(zip(digits.images, digits.target.tolist(), strict=True))
+    if data.kind == "datasets":
+        rows = datasets.load_from_disk(data.path)[data.split]
+        return [(np.asarray(row[data.image_column].convert("RGB")), row[data.label_column]) for row in rows]
     classes = sorted(folder for folder in Path(data.path).iterdir() if folder.is_dir())
     return [
         (np.asarray(Image.open(file).convert("RGB")), number)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig
 
@@ -117,7 +118,21 @@ def classification_folder(root: Path) -> Path:
     (root / "bare" / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
     classifiers.save_pictures(root / "pictures", count=6)
     classifiers.save_pictures(root / "others", count=4)
+    _save_data_set(root / "pictures", root / "saved")
     return root
+
+
+def _save_data_set(pictures: Path, place: Path) -> None:
+    """The pictures as `datasets` saves them, in another order, with columns and a part of other names."""
+    files = sorted(pictures.rglob("*.png"), key=lambda file: file.name)
+    features = datasets.Features({"view": datasets.Image(), "animal": datasets.ClassLabel(names=classifiers.LABELS)})
+    columns = {
+        "view": [str(file) for file in files],
+        "animal": [classifiers.LABELS.index(file.parent.name) for file in files],
+    }
+    parts = {"all": datasets.Dataset.from_dict(columns, features)}
+    parts["few"] = parts["all"].select(range(6))
+    datasets.DatasetDict(parts).save_to_disk(str(place))
 
 
 def classification_recipe(folder: Path, place: Path, changes: dict[str, Any]) -> ClassificationRecipe:

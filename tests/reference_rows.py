@@ -89,6 +89,9 @@ ROWS = [
     Row("wan", {"data.max_samples": 8}),
     Row("wan", {"data.max_samples": 8}, LATENTS),
     Row("wan", {"data.max_samples": 8}, IMAGES),
+    # Prompts that stand twice have one row among the texts.
+    Row("wan", {"data.path": "repeated.txt"}),
+    Row("wan", {"data.path": "repeated.txt"}, STORED | DRAWN_GUIDED),
     # The rollout, and what is drawn there.
     Row("wan", {"rollout.enabled": False}),
     Row("wan", {"rollout.samples_per_prompt": 2}),
@@ -114,6 +117,9 @@ ROWS = [
     Row("wan2", {"sampling.guidance_scale": 4.0}, FIVE_STEPS),
     Row("wan2", {"sampling.guidance_scale_2": 2.0}, FIVE_STEPS | {"sampling.guidance_scale": 4.0}),
     Row("wan2", {"sampling.guidance_scale_2": 2.0}, FIVE_STEPS | {"sampling.guidance_scale": 4.0} | STORED),
+    # The first scale decides whether the pipeline guides at all.
+    Row("wan2", {"sampling.guidance_scale_2": 0.5}, FIVE_STEPS | {"sampling.guidance_scale": 4.0} | STORED),
+    Row("wan2", {"sampling.guidance_scale_2": 3.0}, FIVE_STEPS | {"sampling.guidance_scale": 1.0} | STORED, keeps=True),
     # Stable Diffusion 3.
     Row("sd3", {}),
     Row("sd3-dynamic", {}),
@@ -133,19 +139,14 @@ ROWS = [
     Row("sd3", {"train.mixed_precision": "bf16"}, LATENTS | GUIDED),
     Row("sd3", {"teacher.dtype": "bfloat16"}, LATENTS | GUIDED | TWO_FEATURES),
     # Stable Diffusion, whose network predicts the noise, or v.
-    Row("sd", {}),
     Row("sd", GUIDED),
     Row("sd", LOGIT_NORMAL),
-    Row("sd", {"task.timesteps.shift": 3.0}),
     Row("sd", DRAWN_GUIDED, STORED),
     Row("sd", TRUE_DATA, LATENTS),
-    Row("sd-v", {}),
-    Row("sd-v", GUIDED),
     Row("sd-v", DRAWN_GUIDED, STORED),
     Row("sd-v", TRUE_DATA, LATENTS),
     Row("sd", TRUE_DATA, IMAGES),
     Row("sd", TWO_FEATURES),
-    Row("sd", {"rollout.enabled": False}),
     # Samplers in another scale, that ask more often than they step, and that draw noise on the way.
     Row("sd-euler", DRAWN_GUIDED, STORED),
     Row("sd-pndm", DRAWN_GUIDED, STORED),

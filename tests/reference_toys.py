@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
     "seed": 3,
     "task.height": 32,
     "task.width": 32,
+    "task.num_frames": 1,
     "task.max_sequence_length": 12,
     "sampling.num_inference_steps": 3,
     "sampling.guidance_scale": 1.0,
@@ -40,29 +41,40 @@ BASE: dict[str, Any] = {
     "checkpoint.at_end": False,
 }
 
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "sd": ("DDIMScheduler", {"set_alpha_to_one": False}),
+    "sd-v": ("DDIMScheduler", {"set_alpha_to_one": False, "prediction_type": "v_prediction"}),
+    "sd-euler": ("EulerDiscreteScheduler", {}),
+    "sd-pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "sd-ancestral": ("EulerAncestralDiscreteScheduler", {}),
+}
+"""Of Stable Diffusion's teachers."""
 
-def make_folder(root: Path, pipelines: Mapping[int, Path], pictures: Mapping[str, Path]) -> Path:
-    """Pipelines, students and data of all rows."""
-    found = {"wan": pipelines[1], "wan2": pipelines[2], "sd3": pictures["sd3"], "sd": pictures["sd"]}
-    for name, path in found.items():
-        (root / name).symlink_to(path)
-    dynamic = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=2)
-    toy_pictures.make_sd3(root / "sd3-dynamic", scheduler=dynamic)
-    schedulers = {
-        "sd-v": toy_pictures.make_scheduler("DDIMScheduler", prediction_type="v_prediction", set_alpha_to_one=False),
-        "sd-euler": toy_pictures.make_scheduler("EulerDiscreteScheduler"),
-        "sd-pndm": toy_pictures.make_scheduler("PNDMScheduler", skip_prk_steps=True),
-        "sd-ancestral": toy_pictures.make_scheduler("EulerAncestralDiscreteScheduler"),
-    }
-    for name, scheduler in schedulers.items():
-        toy_pictures.make_sd(root / name, scheduler=scheduler)
+
+def make_folder(root: Path) -> Path:
+    """Students and data of all rows."""
     toys.write_student_config(root / "student-wan.json")
     for kind in ("sd3", "sd"):
         toy_pictures.write_student_config(kind, root / f"student-{kind}.json")
     toys.write_prompts(root / "prompts.txt", PROMPTS)
+    toys.write_prompts(root / "repeated.txt", [PROMPTS[i] for i in (0, 3, 3, 1, 0, 5, 2, 5)])
     write_latents(root / "latents")
     write_images(root / "images")
     return root
+
+
+def pipeline_in(folder: Path, name: str) -> Path:
+    """A teacher, made when it is first asked for."""
+    path = folder / name
+    if path.exists():
+        return path
+    if name in ("wan", "wan2"):
+        return toys.make_pipeline(path, 2 if name == "wan2" else 1)
+    if name.startswith("sd3"):
+        dynamic = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_image_seq_len=2)
+        return toy_pictures.make_sd3(path, scheduler=dynamic if name == "sd3-dynamic" else None)
+    kind, options = SCHEDULERS[name]
+    return toy_pictures.make_sd(path, scheduler=toy_pictures.make_scheduler(kind, **options))
 
 
 def write_latents(folder: Path) -> None:
@@ -100,7 +112,7 @@ def recipe_of(folder: Path, pipeline: str, output: Path, keys: Mapping[str, Any]
     given |= {
         "output_dir": str(output),
         "cache_dir": str(folder / f"stages-{pipeline}"),
-        "teacher.path": str(folder / pipeline),
+        "teacher.path": str(pipeline_in(folder, pipeline)),
         "student.config": str(folder / f"student-{family}.json"),
     }
     return parsed({}, given)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -39,6 +39,27 @@ class Identity:
 
 
 @dataclass(frozen=True)
+class Spent:
+    """What the sessions of a run have taken: to the checkpoint that each was continued from, or to the run's end.
+
+    Attributes:
+        wall_s: seconds from the start of each, all that comes before the loop included.
+        timed_steps, timed_s: the updates of which the throughput is told, and the loop's seconds for these.
+        failed_saves: checkpoints that were given up.
+        num_sessions: how many there were.
+    """
+
+    wall_s: float = 0.0
+    timed_steps: int = 0
+    timed_s: float = 0.0
+    failed_saves: int = 0
+    num_sessions: int = 0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True)
 class StoredFile:
     """A complete file: its size, and the SHA-256 of its content in hexadecimal."""
 
@@ -56,6 +77,7 @@ class Progress:
     identity: Identity
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, StoredFile]
+    spent: Spent = Spent()
 
 
 def dump_progress(progress: Progress) -> str:
@@ -79,6 +101,8 @@ def parse_progress(text: str) -> Progress:
         identity=Identity(**content["identity"]),
         shapes={name: tuple(shape) for name, shape in content["shapes"].items()},
         files={name: StoredFile(**file) for name, file in content["files"].items()},
+        # Older ones do not tell.
+        spent=Spent(**content.get("spent", {})),
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from distiller.average import MovingAverage
-from distiller.checkpoint.format import Identity, Progress, StoredFile, StoredKind, steps_in
+from distiller.checkpoint.format import Identity, Progress, Spent, StoredFile, StoredKind, steps_in
 from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.snapshot import Snapshot
@@ -21,6 +21,7 @@ from distiller.student_state.base import KINDS, Piece, StudentState
 
 _OLDER_EXPORT_FOLDER = "export"
 """Where an older version put the student's pieces when there was no last checkpoint."""
+_NOTHING = Spent()
 _HEADER_BYTES = 2**20
 """Room for what is not tensors: headers, notes and progress.json."""
 
@@ -29,7 +30,8 @@ class Checkpoints:
     """The checkpoints of one run. The teacher is in none of them: it was never prepared.
 
     Attributes:
-        num_failed: saves that were given up so far, on every rank.
+        num_failed: saves that this session gave up so far, on every rank.
+        spent_before: what the sessions took that led to the checkpoint that was loaded.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Checkpoints:
         self._snapshot = Snapshot(ranks.device)
         self._under_way: Writing | None = None
         self.num_failed = 0
+        self.spent_before = Spent()
 
     def reserve(self) -> None:
         """Allocates the snapshot's memory now, so that the first save costs the loop no more than the others.
@@ -69,7 +72,7 @@ class Checkpoints:
         for partial in (*self._folder.glob(".*.partial"), *self._folder.glob(_OLDER_EXPORT_FOLDER)):
             shutil.rmtree(partial)
 
-    def save(self, step: int, skipped_steps: int, wait: bool = False) -> None:
+    def save(self, step: int, skipped_steps: int, wait: bool = False, spent: Spent = _NOTHING) -> None:
         """Copies the state to host memory; threads write it. First waits for the save before, if it is under way.
 
         Every rank calls it. Communicates from host to host. A save that cannot be completed is said on stderr and
@@ -78,12 +81,14 @@ class Checkpoints:
         Args:
             step: updates done.
             skipped_steps: of these, the ones that an fp16 scaler skipped.
+            spent: what this session took so far.
             wait: return when the checkpoint is complete on the disk; CheckpointError when it cannot be.
         """
         self.finish()
         place = self._begin(self._folder / f"step-{step}")
         if isinstance(place, Place):
-            self._under_way = self._write(place, step, skipped_steps, _keep_quiet if wait else self._announce)
+            announce = _keep_quiet if wait else self._announce
+            self._under_way = self._write(place, step, skipped_steps, self.spent_before + spent, announce)
             failure = self._finish() if wait else None
         else:
             failure = place
@@ -108,6 +113,7 @@ class Checkpoints:
         reader = self._ranks.all_succeed(lambda: self._open(step))
         progress: Progress = reader.progress
         self._state.load(reader.read, progress.counters)
+        self.spent_before = progress.spent
         if self._average is not None:
             self._average.load(lambda name, start, count: reader.read("average", name, start, count))
         reader.close()
@@ -154,11 +160,13 @@ class Checkpoints:
         refusal = self._ranks.from_main(lambda: _make_room(place))
         return place if refusal is None else refusal
 
-    def _write(self, place: Place, step: int, skipped_steps: int, announce: Callable[[str], None]) -> Writing:
+    def _write(
+        self, place: Place, step: int, skipped_steps: int, spent: Spent, announce: Callable[[str], None]
+    ) -> Writing:
         counters, shapes = self._state.counters(), self._state.shapes
 
         def progress(files: dict[str, StoredFile]) -> Progress:
-            return Progress(step, skipped_steps, counters, self._identity, shapes, files)
+            return Progress(step, skipped_steps, counters, self._identity, shapes, files, spent)
 
         return Writing(place, self._snapshot, self._ranks.rank, self._ranks.world_size, progress, announce)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from distiller.data.folders import files_below
 from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture, unread_note
 from distiller.errors import RunError, UserError
+from distiller.resources import looked_for
 
 METADATA = "metadata.jsonl"
 
@@ -24,7 +25,9 @@ def find_images(folder: Path) -> tuple[list[tuple[Path, str]], list[str]]:
     Raises UserError.
     """
     if not os.path.isdir(folder):
-        raise UserError(f"data.path: {folder} is not a folder; data.kind=images needs a folder of images")
+        raise UserError(
+            f"data.path: {folder} is not a folder{looked_for(folder)}; data.kind=images needs a folder of images"
+        )
     files, metadata = files_below(folder), folder / METADATA
     if metadata.is_file():
         pairs = _from_metadata(metadata)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from distiller.data.prompts import read_numbered_prompts
 from distiller.errors import RunError, UserError
+from distiller.resources import looked_for
 
 PROMPTS_FILE = "prompts.txt"
 NUM_LOOKED_AT, BYTES_LOOKED_AT = 16, 4096
@@ -38,7 +39,8 @@ class LatentStore:
         """Checks the folder by its files' headers. Raises UserError."""
         if not os.path.isdir(folder):
             raise UserError(
-                f"data.path: {folder} is not a folder; data.kind=latents needs one with {PROMPTS_FILE} and safetensors"
+                f"data.path: {folder} is not a folder{looked_for(folder)}; data.kind=latents needs one with "
+                f"{PROMPTS_FILE} and safetensors"
             )
         self.folder = folder
         self.prompts = read_numbered_prompts(folder / PROMPTS_FILE)

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from distiller.errors import UserError
+from distiller.resources import looked_for
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -39,8 +40,12 @@ def _read_lines(path: Path) -> list[str]:
             f"data.path: {path} is a folder; give a text file with one prompt a line, or set data.kind to images or "
             "latents"
         )
+    if path.suffix.lower() in (".jsonl", ".json", ".csv", ".parquet"):
+        raise UserError(
+            f"data.path: {path} is no plain text, and a line of it no prompt; give a text file with one prompt a line"
+        )
     if not os.path.isfile(path):
-        raise UserError(f"data.path: {path} does not exist; give a text file with one prompt a line")
+        raise UserError(f"data.path: {path} does not exist{looked_for(path)}; give a text file with one prompt a line")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -12,6 +12,9 @@ from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
 from distiller.digits import IMAGE_SIZE
 from distiller.errors import UserError
 
+LEAST_SHARE_OF_PIXELS = 1 / 4
+"""Of the pictures that a network learnt from; a rule of thumb, as half of each side."""
+
 
 def check_sizes(task: DiffusionOptions, family: Family, student: Mapping[str, Any], shape: LatentShape) -> None:
     """All networks can take latents of this shape."""
@@ -74,6 +77,22 @@ def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
         "teacher draw at the second, and the student learns the first; set both alike to compare them"
         for key, learnt, other, drawn in pairs
         if learnt != drawn
+    ]
+
+
+def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
+    """A warning where drawings are so much smaller than what the teacher learnt from that it draws them badly."""
+    # A config without a sample size says nothing; a recipe that gives the size needs none.
+    if not family.has_own_size or family.teacher_config["sample_size"] is None:
+        return []
+    _, height, width = recipe.task.size
+    _, own_height, own_width = family.own_size()
+    if LEAST_SHARE_OF_PIXELS * own_height * own_width <= height * width:
+        return []
+    return [
+        f"warning: task.height {height} and task.width {width} are less than a quarter of the {own_height} x "
+        f"{own_width} pixels for which this teacher's config.json says it was made: its drawings will be poor; leave "
+        "both out to have its own"
     ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,26 +27,28 @@ def with_pipeline_defaults(recipe: DiffusionRecipe, family: Family) -> tuple[Dif
     The size is that of the latents where they are the data, else the pipeline's own, and pictures have one frame. Reads
     no weights. Raises UserError where the pipeline's files do not say it.
     """
-    task, sampling, notices = recipe.task, recipe.sampling, []
+    task, sampling, said = recipe.task, recipe.sampling, defaultdict[str, list[str]](list)
+    by_itself = f"as {family.name} draws by itself"
     if size := _left_out(task, SIZE, lambda: _size(recipe, family)):
         origin = {
-            "latents": "the latents of data.path are",
-            "images": f"{family.name} draws by itself, and pictures have one frame",
-        }.get(recipe.data.kind, f"{family.name} draws by itself")
-        notices.append(f"as {origin}: {_shown('task', size)}")
+            "latents": "as the latents of data.path are",
+            "images": f"{by_itself}, and pictures have one frame",
+        }.get(recipe.data.kind, by_itself)
+        said[origin] += _shown("task", size)
         task = task.model_copy(update=size)
     if drawing := _left_out(sampling, SAMPLING, lambda: {key: family.call_defaults[key] for key in SAMPLING}):
-        notices.append(f"as {family.name} draws by itself: {_shown('sampling', drawing)}")
+        said[by_itself] += _shown("sampling", drawing)
         sampling = sampling.model_copy(update=drawing)
-    shape = family.latent_shape(*task.size)
-    at_once = max(1, TOKENS_AT_ONCE // family.architecture.num_tokens(family.teacher_config, shape))
+    tokens = family.architecture.num_tokens(family.teacher_config, family.latent_shape(*task.size))
+    # Patches larger than the latents, which have no token, are refused later.
+    at_once = max(1, TOKENS_AT_ONCE // max(1, tokens))
     sections: dict[str, Section] = {"task": task, "sampling": sampling}
     for name, most in (("rollout", MOST_ROLLED_OUT), ("evaluation", MOST_EVALUATED)):
         if getattr(recipe, name).batch_size is None:
             sections[name] = getattr(recipe, name).model_copy(update={"batch_size": min(at_once, most)})
             if at_once < most:
-                notices.append(f"for {TOKENS_AT_ONCE:,} tokens a forward pass at most: {name}.batch_size {at_once}")
-    return recipe.model_copy(update=sections), notices
+                said[f"for about {TOKENS_AT_ONCE:,} tokens a forward pass"] += [f"{name}.batch_size {at_once}"]
+    return recipe.model_copy(update=sections), [f"{origin}: {', '.join(keys)}" for origin, keys in said.items()]
 
 
 def _left_out(section: Section, keys: tuple[str, ...], found: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
@@ -66,5 +69,5 @@ def _size(recipe: DiffusionRecipe, family: Family) -> dict[str, int]:
     return {"num_frames": num_frames, "height": height, "width": width}
 
 
-def _shown(section: str, values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{section}.{key} {value:g}" for key, value in values.items())
+def _shown(section: str, values: Mapping[str, Any]) -> list[str]:
+    return [f"{section}.{key} {value:g}" for key, value in values.items()]

@@ -40,6 +40,9 @@ class Family(ABC):
     text_parts: tuple[str, ...]
     """Folders of what embeds prompts."""
 
+    has_own_size: ClassVar[bool]
+    """Whether `own_size` is that of the pictures its networks learnt from, and no mere argument of the call."""
+
     def __init__(self, files: PipelineFiles) -> None:
         """Raises UserError for a pipeline that its class allows and the task does not."""
         self.files = files

@@ -14,7 +14,7 @@ from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
 from distiller.hub import check_listed, download, is_offline, is_other_form, listed_files, looks_like_hub_id
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.saved_model import (
     DIFFUSERS_NAME,
     TRANSFORMERS_NAME,
@@ -102,7 +102,9 @@ def locate(teacher: Teacher) -> Location:
     path, repository = local_path(teacher.path), None
     if not os.path.exists(path):
         if not looks_like_hub_id(teacher.path):
-            raise UserError(f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name)")
+            raise UserError(
+                f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name){looked_for(path)}"
+            )
         repository = (teacher.path, teacher.revision, teacher.subfolder)
         path = download("teacher", teacher.path, teacher.revision, ["*.json"])
     elif not path.is_dir():

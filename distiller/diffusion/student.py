@@ -18,7 +18,7 @@ from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_weights, model_files
 from distiller.diffusion_config import DiffusionStudent
 from distiller.errors import UserError
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.trained_student import TrainedStudent
 
 CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
@@ -145,7 +145,9 @@ def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
-        raise UserError(f"{key}: {file} does not exist; give a config.json of {architecture.name}") from error
+        raise UserError(
+            f"{key}: {file} does not exist{looked_for(file)}; give a config.json of {architecture.name}"
+        ) from error
     except (OSError, ValueError) as error:
         raise UserError(f"{key}: {file} is not readable JSON ({error})") from error
     if not isinstance(config, dict):

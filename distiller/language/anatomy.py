@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
+from distiller.language.logits import change_of
 from distiller.language.renaming import Renaming
 
-LOGIT_CHANGES = (
-    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap"),
-    *("logit_scale", "logits_scaling", "lm_head_multiplier"),
-    *("logits_mup_width_multiplier", "dim_model_base"),
-)
-"""Keys of a config by which a model changes what its output layer gives; the loss has the layer alone."""
+LARGE = 2**24
+"""Numbers in a tensor that need not be allocated to be known."""
 
 
 @final
@@ -40,19 +40,14 @@ class Anatomy:
         shapes: of all tensors of the whole model that are saved, by their names.
         tied_names: those of them that are another one.
         renaming: what the tensors of its files are called.
+        logit_change: what the model does to the logits of its output layer.
     """
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self.trusts_code = config, trusts_code
-        for key in LOGIT_CHANGES:
-            if (value := getattr(config, key, None)) not in (None, 1, 1.0):
-                raise UserError(
-                    f"{origin}: its {key} {value} changes the logits after the output layer, which this task cannot do "
-                    "in chunks; give a model without it"
-                )
+        self.config, self.trusts_code, self.logit_change = config, trusts_code, change_of(config)
         try:
-            with init_empty_weights():
+            with _empty_weights():
                 whole: Any = new_model(config, trusts_code)
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -116,7 +111,7 @@ class Anatomy:
 
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
-        with init_empty_weights():
+        with _empty_weights():
             whole: Any = new_model(self.config, self.trusts_code)
         whole.tie_weights()
         return whole
@@ -129,16 +124,18 @@ class Anatomy:
         whole = self.new_skeleton()
         kept = self.kept_in_float32(dtype)
         body: Any = whole.base_model
+        saved = {id(tensor) for tensor in body.state_dict(keep_vars=True).values()}
         changed: dict[int, Tensor] = {}
         for prefix, module in body.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or not tensor.is_meta or not tensor.is_floating_point():
+                    # Buffers that are not saved stay as the model makes them.
+                    if tensor is None or id(tensor) not in saved or not tensor.is_floating_point():
                         continue
                     if id(tensor) not in changed:
                         full = f"{self.body_prefix}{prefix}.{name}"
                         own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else dtype
-                        value = tensor.detach().to(own)
+                        value = tensor.detach().to("meta", own)
                         is_parameter = table is module._parameters
                         changed[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
                     # A tensor of several names stays one.
@@ -156,6 +153,28 @@ class Anatomy:
     def is_of_body(self, name: str) -> bool:
         """Whether a tensor, known or not, belongs to the body: files of a body saved alone lack its prefix."""
         return name.startswith(self.body_prefix) or name.partition(".")[0] in self._body_parts
+
+
+class _LargeOnMeta(TorchFunctionMode):
+    """Makes large tensors without values on the meta device.
+
+    `init_empty_weights` takes parameters there once they are made, and a mixture's experts, one tensor of tens of
+    gigabytes, cannot even be allocated. Buffers have values, and are left alone.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.empty and kwargs.get("device") is None:
+            wanted = func(*args, **kwargs | {"device": "meta"})
+            if wanted.numel() > LARGE:
+                return wanted
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _empty_weights() -> Iterator[None]:
+    with init_empty_weights(), _LargeOnMeta():
+        yield
 
 
 def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,6 +30,8 @@ COMPANIONS = (
 def export_student(student: StudentModel, tokenizer_folder: Path, state: Mapping[str, Tensor], folder: Path) -> None:
     """Writes the model, tied weights once, and the tokenizer by which it was trained.
 
+    Ids that stand for no token are suppressed in `generate` by its generation_config.json.
+
     Args:
         tokenizer_folder: where that lies.
         state: of `LanguageStudent`; a tied tensor may have one of its names only.
@@ -42,6 +45,15 @@ def export_student(student: StudentModel, tokenizer_folder: Path, state: Mapping
     model.save_pretrained(folder)
     for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
         shutil.copyfile(file, folder / file.name)
+    _suppress(folder / "generation_config.json", student.known_ids.unused(student.anatomy.vocabulary))
+
+
+def _suppress(file: Path, unused: list[int]) -> None:
+    """Has the library's `generate` never draw these ids, whatever probability is left to them."""
+    if unused and file.is_file():
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content["suppress_tokens"] = sorted({*(content.get("suppress_tokens") or ()), *unused})
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:

@@ -19,7 +19,7 @@ from distiller.language.anatomy import Anatomy
 from distiller.language.converted import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.gguf import GgufModel
 from distiller.language.tying import tied_as_stored
-from distiller.resources import find_model_file
+from distiller.resources import find_model_file, looked_for
 from distiller.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
 from distiller.stage_places import StagePlaces
 
@@ -94,7 +94,7 @@ def find_model(
     elif os.path.exists(local):
         raise UserError(f"{origin} is a file; give the folder that holds config.json, or a GGUF file")
     elif not looks_like_hub_id(path):
-        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name)")
+        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name){looked_for(local)}")
     else:
         root = download(section, path, revision, [f"{inside}{pattern}" for pattern in DESCRIPTIONS]) / inside
         check_listed(listed_files(path, revision), inside, TRANSFORMERS_NAME, origin)

@@ -42,6 +42,60 @@ class LogitChange:
 
 PLAIN = LogitChange()
 
+CAPS = dict.fromkeys(
+    (
+        *("beam", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "gemma4_unified_text", "inkling2_loop_text"),
+        *("inkling2_text", "nanochat", "vaultgemma"),
+    ),
+    "final_logit_softcapping",
+) | {"recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
+"""Model types of transformers whose logits are capped softly, and the key of their config that says at what."""
+
+FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "cohere_compass_text"), "logit_scale") | {
+    "falcon_h1": "lm_head_multiplier",
+    "hyperclovax": "logits_scaling",
+}
+"""Those whose logits are multiplied, and by what."""
+
+DIVISORS = dict.fromkeys(
+    (
+        *("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
+        # These two divide the hidden states, before an output layer without a bias.
+        *("minicpm3",),
+    ),
+    "logits_scaling",
+) | {"inkling_text": "logits_mup_width_multiplier"}
+"""Those whose logits are divided, and by what."""
+
+SUSPECTS = (
+    *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap", "softcap"),
+    *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
+    *("logits_mup_width_multiplier", "dim_model_base"),
+)
+"""Keys of a config by which models, also those with code of their own, change what their output layer gives."""
+
+
+def change_of(config: Any) -> LogitChange:
+    """What the library's model of a config does to its logits; for model types that are not listed above, nothing.
+
+    That it is so is seen by running a small model (`distiller.language.miniature`).
+    """
+    kind = config.model_type
+
+    def value(keys: dict[str, str]) -> float | None:
+        return getattr(config, keys[kind], None) if kind in keys else None
+
+    factor, divisor = value(FACTORS), value(DIVISORS)
+    scale = 1.0 if factor is None else float(factor)
+    cap = value(CAPS)
+    return LogitChange(scale if divisor is None else scale / divisor, None if cap is None else float(cap))
+
+
+def suspicious_keys(config: Any) -> dict[str, Any]:
+    """Those of `SUSPECTS` that a config sets to anything that might change a logit."""
+    found = {key: getattr(config, key, None) for key in SUSPECTS}
+    return {key: value for key, value in found.items() if value not in (None, 1, 1.0)}
+
 
 @final
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy, new_model
+from distiller.language.layers import keep_layers
+from distiller.language.logits import change_of, suspicious_keys
 
 JOINING_TYPES = frozenset(
     [
@@ -83,12 +85,13 @@ class Behaviour:
     Attributes:
         is_causal: no token sees those behind it.
         separates: positions that begin again at 0 hide from a token what stands before them.
-        has_plain_logits: they are what the output layer makes of the last hidden states.
+        has_known_logits: they are what the output layer makes of the last hidden states, scaled and capped as
+            `Anatomy.logit_change` says.
     """
 
     is_causal: bool
     separates: bool
-    has_plain_logits: bool
+    has_known_logits: bool
 
 
 def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
@@ -98,14 +101,21 @@ def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
         packs: whether rows hold several documents.
     """
     kind, behaviour = anatomy.config.model_type, observe(anatomy)
+    keys = " ".join(f"{key} {value}" for key, value in suspicious_keys(anatomy.config).items())
     if behaviour is None:
         separates = kind not in JOINING_TYPES
+        if keys and anatomy.logit_change.is_plain:
+            raise UserError(
+                f"{origin}: what model type {kind} does to its logits by {keys} of its config is not known, and no "
+                "small model can be made of it that would show it; give another model"
+            )
     else:
         separates = behaviour.separates
-        if not behaviour.has_plain_logits:
+        if not behaviour.has_known_logits:
             raise UserError(
                 f"{origin}: model type {kind} changes its logits behind the output layer, or its hidden states before "
-                "it, which this task cannot do in chunks; give another model"
+                f"it, in a way that this task does not know{f' ({keys} in its config)' if keys else ''}; give another "
+                "model"
             )
         if not behaviour.is_causal:
             raise UserError(
@@ -133,19 +143,18 @@ def small_config(anatomy: Anatomy) -> Any:
     """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
     config, num_blocks = copy.deepcopy(anatomy.config), anatomy.num_blocks_of_all_kinds
     values = config.to_dict()
-    for key, value in values.items():
-        if isinstance(value, list) and len(value) == anatomy.num_blocks and "layer" in key:
-            setattr(config, key, value[:num_blocks])
-    config.num_hidden_layers = num_blocks
+    keep_layers(config, range(num_blocks), anatomy.num_blocks)
     widths = {key: value for key, value in values.items() if type(value) is int and value > 1 and WIDTH.search(key)}
     divisor = next(number for number in (16, 8, 4, 2, 1) if all(value % number == 0 for value in widths.values()))
     for key, value in widths.items():
         setattr(config, key, value // divisor)
     # A token's experts exist, and as many in each of the groups that some routers choose among.
     chosen = [
-        value for key, value in values.items() if re.search("experts_per_tok|top_?k$", key) and value in range(64)
+        value
+        for key, value in values.items()
+        if re.search("experts_per_tok|top_?k$|moe_k$", key) and value in range(64)
     ]
-    experts = max([2, *chosen]) * (values.get("n_group") or 1)
+    experts = max([2, *chosen]) * (values.get("n_group") or values.get("num_expert_group") or 1)
     for key, value in values.items():
         if re.search("(num_experts|local_experts|routed_experts)$", key) and type(value) is int:
             setattr(config, key, min(value, experts))
@@ -173,7 +182,7 @@ def _observe(config: Any, trusts_code: bool) -> Behaviour | None:
         return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
     as_one, apart = hidden_of(through), hidden_of(through % LENGTH)
-    logits, expected = model(input_ids=ids, position_ids=through, use_cache=False).logits, head(as_one)
+    has_known_logits = _has_known_logits(model, head(as_one), {"input_ids": ids, "position_ids": through})
     # How far the first document moves the second where it is to be seen: what hides it leaves nothing but rounding.
     effect = _distance(as_one[0, LENGTH:], as_one[1, LENGTH:])
     if not (1e-5 < effect < float("inf")):
@@ -181,8 +190,26 @@ def _observe(config: Any, trusts_code: bool) -> Behaviour | None:
     return Behaviour(
         is_causal=_distance(as_one[0, :LENGTH], as_one[2, :LENGTH]) <= 1e-3 * effect,
         separates=_distance(apart[0, LENGTH:], apart[1, LENGTH:]) <= 1e-3 * effect,
-        has_plain_logits=_distance(logits, expected) <= 1e-3 * float(expected.abs().max()),
+        has_known_logits=has_known_logits,
     )
+
+
+def _has_known_logits(model: Any, from_head: Tensor, inputs: dict[str, Tensor]) -> bool:
+    """Whether the model's own forward pass makes of the output layer's logits what `change_of` says of its config.
+
+    New models have small logits, on which no cap shows: the layer's output is multiplied until it reaches three times
+    the cap, or 100.
+    """
+    change = change_of(model.config)
+    largest = float(from_head.abs().max()) * abs(change.scale)
+    amplifies = (100.0 if change.cap is None else 3 * change.cap) / max(largest, 1e-30)
+    handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output * amplifies)
+    try:
+        logits = model(**inputs, use_cache=False).logits
+    finally:
+        handle.remove()
+    expected = change.apply(from_head * amplifies)
+    return logits.shape == expected.shape and _distance(logits, expected) <= 1e-3 * float(expected.abs().max())
 
 
 def _distance(one: Tensor, other: Tensor) -> float:

@@ -97,4 +97,4 @@ class LanguageNetwork(Network):
             files.close()
         size = self.ids.size
         bias = None if bias is None else bias[:size].to(device)
-        return Head(weight[:size].to(device), bias, ids=self.ids)
+        return Head(weight[:size].to(device), bias, anatomy.logit_change, self.ids)

@@ -98,9 +98,8 @@ def token_losses(
         gradient = by_labels if gradient is None else gradient + by_labels
     unused = torch.zeros_like(cross_entropy)
     if num_ids is not None and (num_ids < student.shape[1] or absent is not None):
-        unused = changed.float().logsumexp(1) - sayable.float().logsumexp(1)
-        if wants_gradient:
-            by_unused = changed.float().softmax(1) - _widened(sayable.float().softmax(1), student)
+        unused, by_unused = _unused(changed, sayable, num_ids, absent, wants_gradient)
+        if by_unused is not None:
             gradient = by_unused if gradient is None else gradient + by_unused
     agreeing = (shared.argmax(1) == likeliest).float()
     # Chosen, not multiplied: a row that does not count may hold NaN.
@@ -110,6 +109,30 @@ def token_losses(
     if not student_change.is_plain:
         gradient = gradient * student_change.slope(changed)
     return sums, (gradient_scale * gradient).to(student.dtype)
+
+
+def _unused(
+    changed: Tensor, sayable: Tensor, num_ids: int, absent: Tensor | None, wants_gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """-log of the probability on ids of tokens [C], and its gradient by all logits [C, V], both float32.
+
+    By the odds of the other ids, which are few: nothing small is the difference of two large numbers.
+
+    Args:
+        changed: logits [C, V].
+        sayable: those of ids of tokens [C, num_ids], -inf where `absent`.
+    """
+    sayable = sayable.float()
+    if absent is None:
+        others, place = changed[:, num_ids:].float(), (num_ids, 0)
+    else:
+        is_other = F.pad(absent, (0, changed.shape[1] - num_ids), value=True)
+        others, place = changed.float().masked_fill(~is_other, -torch.inf), (0, 0)
+    log_odds = others.logsumexp(1) - sayable.logsumexp(1)
+    if not wants_gradient:
+        return F.softplus(log_odds), None
+    share = log_odds.sigmoid()[:, None]
+    return F.softplus(log_odds), F.pad(share * others.softmax(1), place) - _widened(share * sayable.softmax(1), changed)
 
 
 def _widened(gradient: Tensor, student: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import final
 
 import numpy as np
@@ -33,6 +33,18 @@ class Layout:
     row_starts: NDArray[np.int64]
     num_cut: int
     num_left_out: int
+
+    def __len__(self) -> int:
+        return len(self.row_starts) - 1
+
+    def split(self, num_last: int) -> tuple[Layout, Layout]:
+        """(all rows but the last so many, those); what is lost of documents is counted with the first."""
+        row = len(self) - num_last
+        piece = int(self.row_starts[row])
+        return (
+            replace(self, pieces=self.pieces[:piece], row_starts=self.row_starts[: row + 1]),
+            Layout(self.pieces[piece:], self.row_starts[row:] - piece, 0, 0),
+        )
 
 
 def lay_out(store: TokenStore, documents: Iterable[int], max_length: int, splits: bool, joins: bool) -> Layout:

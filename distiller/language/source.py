@@ -22,6 +22,10 @@ FORMAT = 3
 """Of the stage's files and of what is made of a document; another number is another key."""
 
 
+EVALUATE_OTHERS = "distiller evaluate RUN data.path=OTHERS data.held_out=0.9"
+"""How a run is measured on documents that it did not hold out."""
+
+
 @final
 class LanguageSource:
     """Everything is known once it is made, since how many rows there are depends on the tokens.
@@ -71,7 +75,17 @@ class LanguageSource:
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
-        self.num_samples = len(self._training.row_starts) - 1
+        if len(self._store) == 1 and data.held_out and len(self._training) > 1:
+            # Of a single document, its end.
+            num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
+            self._training, self._held_out = self._training.split(num_rows)
+        self.num_samples = len(self._training)
+        if not self.num_samples:
+            raise UserError(
+                f"data.path: nothing is left to train on: in {self._training.num_left_out} documents, all that are not "
+                f"held out, nothing is learnt within data.max_length {data.max_length} tokens (prompts that fill a row "
+                "leave no room for what follows them); raise data.max_length"
+            )
         laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
         self.data_digest = digest_of([self._store.digest, *laid_out.values()])
@@ -89,6 +103,16 @@ class LanguageSource:
                     f"{layout.num_left_out}"
                 )
 
+    def notices(self) -> list[str]:
+        """What a user should know of the data before a run: a line each."""
+        if len(self._held_out) or not self._data.held_out:
+            return []
+        only = " (a single document of one row)" if len(self._store) == 1 else ""
+        return [
+            f"data.held_out is {self._data.held_out:g} and nothing is held out{only}, so that `distiller evaluate` has "
+            f"nothing to measure on; give more documents, or measure later on others: {EVALUATE_OTHERS}"
+        ]
+
     def load(self) -> TextData:
         """The rows to train on."""
         return TextData(self._store, self._training)
@@ -99,14 +123,14 @@ class LanguageSource:
 
     def _described(self, layout: Layout) -> str:
         num_tokens = int((layout.pieces[:, 1] - layout.pieces[:, 0]).sum())
-        return f"{len(layout.row_starts) - 1} rows of at most {self._data.max_length} tokens, {num_tokens} in all"
+        return f"{len(layout)} rows of at most {self._data.max_length} tokens, {num_tokens} in all"
 
 
 def held_out_documents(num_documents: int, share: float) -> set[int]:
     """Which documents are held out: those whose number's hash is small; at least one where a share is asked for.
 
-    The same for every seed, so that runs are compared on the same; more documents behind them change no choice. Of a
-    single document nothing is held out.
+    The same for every seed, so that runs are compared on the same; more documents behind them change no choice. A
+    single document is none of them: its last rows are held out.
     """
     if share == 0 or num_documents < 2:
         return set()

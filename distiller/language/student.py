@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from distiller.errors import UserError
 from distiller.language.anatomy import Anatomy, new_model
 from distiller.language.files import LanguageFiles, find_model, read_config
+from distiller.language.layers import keep_layers
 from distiller.language.logits import TokenIds
 from distiller.language_config import LanguageStudent
 from distiller.resources import local_path
@@ -76,11 +77,12 @@ class StudentModel:
         none is then likelier than the tokens' geometric mean, and training keeps them further down.
         """
         model = self._made()
-        _level_unused(model.get_output_embeddings(), self._known_ids())
+        _level_unused(model.get_output_embeddings(), self.known_ids)
         return model
 
-    def _known_ids(self) -> TokenIds:
-        """Those of the teacher's tokens, and of the student's own."""
+    @property
+    def known_ids(self) -> TokenIds:
+        """The ids of the teacher's tokens, and of the student's own."""
         tokenizers = [self._teacher.tokenizer, None if self.files is None else self.files.tokenizer]
         return TokenIds.of(*(tokenizer for tokenizer in tokenizers if tokenizer is not None))
 
@@ -160,11 +162,7 @@ def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
     if options.num_layers is not None:
         _check_at_most("num_layers", options.num_layers, anatomy.num_blocks)
         kept = evenly_spaced(options.num_layers, anatomy.num_blocks)
-        for key, value in config.to_dict().items():
-            # What a config says of each layer.
-            if isinstance(value, list) and len(value) == anatomy.num_blocks and "layer" in key:
-                setattr(config, key, [value[number] for number in kept])
-        config.num_hidden_layers = options.num_layers
+        keep_layers(config, kept, anatomy.num_blocks)
     asked = [key for key in WIDTHS if getattr(options, key) is not None]
     if not asked:
         return config

@@ -17,11 +17,15 @@ from distiller.data.folders import files_below, files_matching, has_linked_folde
 from distiller.errors import UserError
 from distiller.language.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
 from distiller.language_config import LanguageData
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.stages import digest_files, digest_of
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 """What `datasets` calls the formats of single files."""
+
+
+OTHER_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
+"""Suffixes of files that hold rows of documents -> the `data.kind` that reads them."""
 
 
 class Corpus(ABC):
@@ -43,6 +47,12 @@ class TextFiles(Corpus):
 
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, ".txt")
+        for file in self._files:
+            if (kind := OTHER_KINDS.get(file.suffix.lower())) is not None:
+                raise UserError(
+                    f"data.path: {file} is no plain text, and data.kind=text would learn it as it stands; set "
+                    f"data.kind={kind}"
+                )
 
     @property
     def digest(self) -> str:
@@ -84,13 +94,17 @@ class DataSet(Corpus):
     def __init__(self, path: str, split: str) -> None:
         self._path, self._split = local_path(path), split
         if not os.path.exists(self._path):
-            raise UserError(f"data.path: {path} does not exist; give a data set's folder or a file on this machine")
+            raise UserError(
+                f"data.path: {path} does not exist{looked_for(self._path)}; give a data set's folder or a file on this "
+                "machine"
+            )
         if self._path.is_file() and self._path.suffix not in FORMATS:
             raise UserError(f"data.path: {path} is none of {', '.join(FORMATS)}; give one, or a data set's folder")
         try:
             self._library: Any = importlib.import_module("datasets")
         except ImportError as error:
-            raise UserError(f"data.kind=datasets needs a package: pip install datasets ({error})") from error
+            why = f"pip install 'distiller[datasets]' ({error})"
+            raise UserError(f"data.kind=datasets needs datasets; {why}") from error
 
     @property
     def digest(self) -> str:
@@ -170,7 +184,9 @@ def _find_files(path: str, suffix: str) -> list[Path]:
     if place.is_dir():
         files = [file for file in files_below(place) if file.suffix == suffix]
         if not files:
-            raise UserError(f"data.path: the folder {path} holds no *{suffix}; give a glob, such as '{path}/**/*.md'")
+            others = sorted({kind for file in files_below(place) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
+            hint = f"set data.kind={others[0]}" if others else f"give a glob, such as '{path}/**/*.md'"
+            raise UserError(f"data.path: the folder {path} holds no *{suffix}; {hint}")
         return files
     if place.exists():
         return [place]
@@ -179,7 +195,7 @@ def _find_files(path: str, suffix: str) -> list[Path]:
         if not files:
             raise UserError(f"data.path: no file matches {path}")
         return files
-    raise UserError(f"data.path: {path} does not exist; give a file, a folder or a glob")
+    raise UserError(f"data.path: {path} does not exist{looked_for(place)}; give a file, a folder or a glob")
 
 
 def _files_in(folder: Path) -> list[Path]:

@@ -74,7 +74,7 @@ class ComparingOutput(nn.Linear):
         return Head(self.weight, self.bias, self._change, self._ids)
 
     @torch.compiler.disable
-    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Loss, divergence, cross-entropy and unused ids of hidden states [B, L, H]: sums over tokens that count."""
         sums = chunked_loss(
             hidden.flatten(0, 1),
@@ -123,14 +123,14 @@ class LanguageStudent(TrainedStudent):
             hidden = body(
                 input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False
             ).last_hidden_state
-        sums = self.model.get_output_embeddings()(hidden, lesson)
+        loss, divergence, cross_entropy, unused_ids = self.model.get_output_embeddings()(hidden, lesson)
         features = hidden.new_zeros((), dtype=torch.float32)
         if not self._blocks:
-            return LessonSums(*sums, features)
+            return LessonSums(loss, divergence, cross_entropy, unused_ids, features)
         left_out = ~lesson.counts.to(hidden.device, non_blocking=True)
         # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
         for number, name in enumerate(self._blocks):
             ours = self.projections[number](captured[name].flatten(0, 1))
             distances = mean_squared_error(ours, lesson.features[number])
             features = features + distances.masked_fill(left_out, 0).sum()
-        return LessonSums(*sums, features / len(self._blocks))
+        return LessonSums(loss, divergence, cross_entropy, unused_ids, features / len(self._blocks))

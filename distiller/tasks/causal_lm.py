@@ -24,12 +24,12 @@ from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
-from distiller.language.logits import PLAIN, Head
+from distiller.language.logits import Head
 from distiller.language.miniature import check_behaviour
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.language.objective import Objective
 from distiller.language.rows import TextData
-from distiller.language.source import LanguageSource
+from distiller.language.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.sparse import SparseForm
 from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
@@ -107,7 +107,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
-        return [notice for notice in found if notice is not None]
+        return [*(notice for notice in found if notice is not None), *self._source.notices()]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
@@ -260,11 +260,12 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         numbers = range(min(len(rows), evaluation.max_rows or len(rows)))
         if not numbers:
             raise UserError(
-                f"data.held_out {self._recipe.data.held_out:g} leaves no document to evaluate on; train with a share "
-                "above 0 held out, of at least two documents"
+                f"data.held_out {self._recipe.data.held_out:g} leaves nothing to evaluate on; measure on others "
+                f"({EVALUATE_OTHERS}), or train with a share above 0 held out"
             )
         trained = self._read_student(run_dir, device)
-        before = reader_of(self._student.build(), device, PLAIN, self.network.ids)
+        of_logits = self._student.anatomy.logit_change, self.network.ids
+        before = reader_of(self._student.build(), device, *of_logits)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
         students = {"student": trained, "untrained_student": before}
@@ -311,7 +312,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         features, ours = self._task.losses.features, self._student.anatomy
         blocks = features.student_blocks if features.weight else ()
         widths = ours.hidden_size, self.files.anatomy.hidden_size
-        of_logits = PLAIN, self.network.ids
+        of_logits = ours.logit_change, self.network.ids
         return LanguageStudent(
             model, objective or self._objective, ours.block_prefix, blocks, widths, self._recipe.seed, *of_logits
         )
@@ -345,4 +346,5 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return continue_greedily(reader.hidden_of, reader.head, beginnings, count, pad_id)
 
     def _read_student(self, run_dir: Path, device: torch.device) -> Reader:
-        return read_exported(run_dir, self._task.trust_remote_code, device, PLAIN, self.network.ids)
+        of_logits = self._student.anatomy.logit_change, self.network.ids
+        return read_exported(run_dir, self._task.trust_remote_code, device, *of_logits)

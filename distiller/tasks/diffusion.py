@@ -13,7 +13,14 @@ from torch import Tensor
 from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.devices import teacher_dtype
 from distiller.diffusion.batch import DiffusionBatch, collate
-from distiller.diffusion.checks import check_feature_blocks, check_guidance, check_judge, check_sizes, guidance_notes
+from distiller.diffusion.checks import (
+    check_feature_blocks,
+    check_guidance,
+    check_judge,
+    check_sizes,
+    guidance_notes,
+    size_notes,
+)
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing import guide
@@ -78,7 +85,8 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def notices(self) -> list[str]:
         # Rank 0 alone prints them, and tokenising all texts takes a while.
         long_texts = self._long_texts() if is_main_process() else []
-        return [*self._defaults, *guidance_notes(self._recipe), *self._source.notices, *long_texts]
+        sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
+        return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
     def look_at_samples(self) -> str | None:
         return self._source.look_at()

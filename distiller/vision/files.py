@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
 from distiller.hub import check_listed, download, listed_files, looks_like_hub_id
-from distiller.resources import local_path
+from distiller.resources import local_path, looked_for
 from distiller.saved_model import TRANSFORMERS_NAME
 from distiller.stages import digest_files
 from distiller.vision.stored import check_weights, stored_files, weights_among
@@ -88,7 +88,7 @@ def find_folder(path: str, revision: str | None, subfolder: str | None) -> tuple
     folder, repository = local_path(path), None
     if not os.path.exists(folder):
         if not looks_like_hub_id(path):
-            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name)")
+            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name){looked_for(folder)}")
         folder, repository = download("teacher", path, revision, ["*.json"]), path
     elif not folder.is_dir():
         raise UserError(f"teacher.path: {path} is a file; give the folder that holds config.json")
@@ -111,6 +111,11 @@ def read_config(file: Path, origin: str) -> PretrainedConfig:
         raise UserError(f"{origin}: {file.name} has no model_type, so it is not a model's config of transformers")
     if content.get("quantization_config"):
         raise UserError(f"{origin}: {file.name} is of a quantised model; give the plain one")
+    if (problem := content.get("problem_type")) not in (None, "single_label_classification"):
+        raise UserError(
+            f"{origin}: problem_type of {file.name} is {problem}, and the task compares distributions over classes of "
+            "which each picture has one; give a classifier of single_label_classification"
+        )
     named = content.get("architectures") or []
     if named and not any("ForImageClassification" in str(name) for name in named):
         raise UserError(

@@ -25,6 +25,7 @@ from distiller.data.pictures import (
 )
 from distiller.digits import DIGIT_WORDS, real_digits
 from distiller.errors import RunError, UserError
+from distiller.resources import looked_for
 from distiller.stage_places import StagePlaces
 from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
@@ -63,7 +64,8 @@ class FolderPictures(Pictures):
     def __init__(self, path: Path) -> None:
         if not os.path.isdir(path):
             raise UserError(
-                f"data.path: {path} is not a folder; data.kind=images needs one with a folder for each class"
+                f"data.path: {path} is not a folder{looked_for(path)}; data.kind=images needs one with a folder for "
+                "each class"
             )
         folders = folders_in(path)
         if not folders:
@@ -97,9 +99,9 @@ class DatasetPictures(Pictures):
 
     def __init__(self, data: ClassificationData) -> None:
         try:
-            import datasets  # pyright: ignore[reportMissingImports]
+            import datasets
         except ImportError as error:
-            raise UserError("data.kind=datasets needs the package datasets; run: pip install datasets") from error
+            raise UserError("data.kind=datasets needs datasets; pip install 'distiller[datasets]'") from error
         try:
             loaded: Any = datasets.load_from_disk(data.path)
         except Exception as error:

@@ -54,7 +54,8 @@ def main() -> None:
     if is_main_process():
         shutil.rmtree(folder, ignore_errors=True)
     try:
-        quiet = ["tracking.trackers=[]", "checkpoint.at_end=false", f"train.log_every={options.steps}"]
+        quiet = ["tracking.trackers=[]", "checkpoint.at_end=false", "checkpoint.every_minutes=null"]
+        quiet += [f"train.log_every={options.steps}"]
         last = f"train.max_steps={(2 * options.rounds + 3) * options.steps}"
         recipe = load(
             options.recipe, ["teacher.placement=cached", *options.overrides, f"output_dir={folder}", last, *quiet]
@@ -82,7 +83,7 @@ def main() -> None:
                 outcome = train(replace(run, first_step=step, last_step=end, loader=loader))
                 step = end + 1
                 if number:
-                    step_ms[name].append(run.plan.samples_per_update / outcome.samples_per_s * 1e3)
+                    step_ms[name].append(1e3 * outcome.spent.timed_s / outcome.spent.timed_steps)
                     data_ms[name].append(outcome.metrics["perf/data_ms"])
         run.tracker.close()
         if run.ranks.is_main:

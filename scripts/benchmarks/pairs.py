@@ -86,7 +86,8 @@ def run_placements(folder: Path, batch_size: int) -> None:
             rows[name] = str(error)
             continue
         run.checkpoints.load(1)
-        lasting = recipe.model_copy(update={"checkpoint": recipe.checkpoint.model_copy(update={"at_end": False})})
+        none = recipe.checkpoint.model_copy(update={"at_end": False, "every_steps": None, "every_minutes": None})
+        lasting = recipe.model_copy(update={"checkpoint": none})
         before = len(lines.read_text().splitlines()) if run.ranks.is_main else 0
         train(replace(run, recipe=lasting, teacher=teacher, first_step=2, loader=loader(1, STEPS)))
         teacher.close()

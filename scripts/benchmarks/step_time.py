@@ -106,7 +106,7 @@ def main() -> None:
             "train": {"max_steps": options.steps, "log_every": options.steps // 2, "num_workers": 2},
             "task": {"num_frames": 1},
             "sampling": {"num_inference_steps": 2, "guidance_scale": 1.0},
-            "checkpoint": {"at_end": False},
+            "checkpoint": {"at_end": False, "every_minutes": None},
         }
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         held = None if options.gpu_memory is None else hold_all_but(options.gpu_memory)

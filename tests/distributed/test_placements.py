@@ -42,7 +42,7 @@ def answered(weights):
 
 @pytest.fixture(scope="module")
 def expected(weights):
-    """(rank, modules, dtype) -> the answers of `replicated` in one process."""
+    """(rank, modules, dtype) -> the answers of `replicated` in one process, without autocast."""
     import torch
 
     known: dict[tuple[int, int, str], list[np.ndarray]] = {}
@@ -50,7 +50,7 @@ def expected(weights):
     def get(rank: int, num_modules: int, dtype: str) -> list[np.ndarray]:
         if (rank, num_modules, dtype) not in known:
             teacher = open_case("replicated", ToyNetwork(weights, num_modules), getattr(torch, dtype))
-            known[rank, num_modules, dtype] = answers(teacher, rank, num_modules)
+            known[rank, num_modules, dtype] = answers(teacher, rank, num_modules, autocast=False)
         return known[rank, num_modules, dtype]
 
     return get

@@ -45,7 +45,7 @@ def recipe_of(name: str, batch_size: int, folder: Path, place: Path) -> Recipe:
 
 def train_all(folder: Path, places: dict[tuple[str, int], Path]) -> bytes:
     # Plain bytes: tensors that are shared between processes would need the rank that made them.
-    return pickle.dumps({case: run(recipe_of(*case, folder, place)) for case, place in places.items()})
+    return pickle.dumps({case: run(recipe_of(*case, folder, place), stays=True) for case, place in places.items()})
 
 
 @pytest.fixture(scope="module")

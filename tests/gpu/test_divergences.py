@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from distiller.language.divergences import (
     SkewedReverseKL,
     SparseTarget,
 )
+from distiller.language.logits import LogitChange, TokenIds
 from distiller.language.objective import Objective
 
 pytestmark = [
@@ -26,6 +28,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores:UserWarning"),
 ]
 NUM_TOKENS, CHUNK, VOCABULARY, TEACHER_VOCABULARY, WIDTH = 700, 256, 5003, 4999, 256
+NUM_IDS, CHANGE = 4990, LogitChange(0.5, 8.0)
+"""Of kind "changed": ids that stand for tokens, and what the student does to its logits."""
 KINDS = [ForwardKL(), ReverseKL(), JensenShannon(0.5), SkewedKL(0.1), SkewedReverseKL(0.1)]
 
 
@@ -42,7 +46,7 @@ def normal(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def run(
-    objective: Objective, dtype: torch.dtype, kind: str = "hidden states", mask_on: str = "cpu", **options: bool
+    objective: Objective, dtype: torch.dtype, kind: str = "hidden states", mask_on: str = "cpu", **options: Any
 ) -> tuple[TokenSums, list[torch.Tensor]]:
     """Sums and gradients of tokens of which a third do not count; three chunks, the last one short."""
     hidden = normal(NUM_TOKENS, WIDTH, dtype=dtype, seed=0).requires_grad_()
@@ -51,7 +55,9 @@ def run(
     target: Target = HiddenTarget(
         normal(NUM_TOKENS, WIDTH, dtype=dtype, seed=3), normal(TEACHER_VOCABULARY, WIDTH, dtype=dtype, seed=4) * 0.2
     )
-    if kind != "hidden states":
+    if kind == "changed":
+        target = target._replace(change=LogitChange(2.0))
+    elif kind != "hidden states":
         logits = target.hidden @ target.weight.t()
         target = LogitsTarget(logits)
         if kind == "top-k":
@@ -60,6 +66,8 @@ def run(
     generator = torch.Generator().manual_seed(5)
     mask = torch.rand(NUM_TOKENS, generator=generator) < 2 / 3
     labels = torch.randint(TEACHER_VOCABULARY, (NUM_TOKENS,), generator=generator).where(mask, -100).cuda()
+    if kind == "changed":
+        labels, options = labels.clamp(max=NUM_IDS - 1), options | {"change": CHANGE, "ids": TokenIds(NUM_IDS)}
     sums = chunked_loss(
         hidden, weight, target, labels, mask.to(mask_on), objective, bias=bias, chunk_tokens=CHUNK, **options
     )
@@ -79,6 +87,7 @@ def assert_near(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float) -> N
 def compare(objective: Objective, dtype: torch.dtype, kind: str = "hidden states") -> None:
     eager, eager_gradients = run(objective, dtype, kind, compile=False)
     compiled, compiled_gradients = run(objective, dtype, kind, mask_on="cuda")
+    assert_near(compiled.unused.detach(), eager.unused.detach(), 1e-5)
     assert compiled.tokens == eager.tokens > CHUNK
     for ours, theirs in zip(compiled[:4], eager[:4], strict=True):
         assert_near(ours.detach(), theirs.detach(), 1e-5)
@@ -95,7 +104,7 @@ def test_compiled_equals_eager(divergence: Divergence, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("weight", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["logits", "top-k"])
+@pytest.mark.parametrize("kind", ["logits", "top-k", "changed"])
 def test_other_targets_compiled_equal_eager(kind: str, weight: float):
     compare(Objective(ForwardKL(), 2.0, weight), torch.bfloat16, kind)
 

@@ -32,7 +32,7 @@ LAYERS = [
         "gradient_buckets",
     ],
     ["roll_call", "stopping", "machines", "operator_locks", "asynchronous_io", "hub", "durable", "raw_columns"],
-    ["teacher_config"],
+    ["teacher_config", "teacher_kind"],
     ["config"],
     ["classification_config", "diffusion_config", "language_config"],
     ["recipe_file"],

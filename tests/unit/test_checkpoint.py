@@ -1,6 +1,7 @@
 """Checkpoints in one process: what is on the disk, when it is there, and what happens when it cannot be."""
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -15,7 +16,7 @@ from safetensors.torch import load_file
 
 from distiller.average import MovingAverage
 from distiller.checkpoint import saving, snapshot, writing
-from distiller.checkpoint.format import dump_progress, parse_progress, rank_file
+from distiller.checkpoint.format import Spent, dump_progress, parse_progress, rank_file
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
@@ -222,11 +223,20 @@ def test_damage_is_found_by_digests(tmp_path, state):
     assert f"has {len(content) - 1} bytes and had {len(content)}" in (find_damage(folder, progress, 0, 1) or "")
 
 
+def digest_of_progress(content: dict) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def test_a_changed_progress_file_is_damaged(tmp_path, state):
     checkpoints(tmp_path, state).save(2, 0, wait=True)
     file = tmp_path / "checkpoints" / "step-2" / "progress.json"
     text = file.read_text()
     assert dump_progress(parse_progress(text)) == text
+    # Older ones do not tell what was spent.
+    older = json.loads(text)
+    del older["spent"], older["sha256"]
+    older["sha256"] = digest_of_progress(older)
+    assert parse_progress(json.dumps(older)).spent == Spent()
     with pytest.raises(ValueError, match="digest"):
         parse_progress(text.replace('"step": 2', '"step": 3'))
     for other in ("[]", "{}", "", json.dumps(json.loads(text) | {"format": "pieces-2"})):

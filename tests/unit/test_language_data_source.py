@@ -90,6 +90,29 @@ def test_more_documents_change_no_choice_and_something_is_always_on_both_sides()
     assert held_out_documents(1, 0.5) == held_out_documents(50, 0.0) == set()
 
 
+def test_of_a_single_document_the_last_rows_are_held_out(tmp_path):
+    text = " ".join(f"{number}" for number in range(100))
+    (tmp_path / "book.txt").write_text(text)
+    tokenizer = byte_level(tmp_path / "tokenizer")
+    rows = {}
+    for share in (0.0, 1e-9, 0.25, 1 - 1e-9):
+        recipe = language_recipe(tmp_path, kind="text", path=str(tmp_path / "book.txt"), held_out=share, max_length=16)
+        source = LanguageSource(recipe, tokenizer)
+        rows[share] = rows_of(source.load()), rows_of(source.held_out())
+        assert source.num_samples == len(rows[share][0])
+        assert source.notices() == []
+    whole = rows[0.0][0]
+    assert all(training + held_out == whole for training, held_out in rows.values())
+    assert len(whole) > 8
+    expected = (0, 1, round(len(whole) / 4), len(whole) - 1)
+    assert tuple(len(held_out) for _, held_out in rows.values()) == expected
+    for options in ({"packing": False, "max_length": 16}, {"max_length": 1024}):
+        recipe = language_recipe(tmp_path, kind="text", path=str(tmp_path / "book.txt"), **options)
+        (notice,) = LanguageSource(recipe, tokenizer).notices()
+        assert "nothing is held out (a single document of one row)" in notice
+        assert "distiller evaluate RUN data.path=OTHERS" in notice
+
+
 def test_what_is_lost_is_said(tmp_path, capsys):
     lines = [{"text": "a red cat " * 20}, {"prompt": "a " * 30, "completion": "dog"}, {"text": "a cat"}]
     (tmp_path / "x.jsonl").write_text("\n".join(map(json.dumps, lines)))

@@ -75,9 +75,8 @@ def test_a_tokenizers_own_template_for_tools_is_taken(tmp_path):
     templates = {"default": CHAT, "tool_use": "{{ tools[0].name }}" + MARKED_CHAT}
     tokenizer = DocumentTokenizer(byte_level(tmp_path, templates))
     chats = [Chat("", MESSAGES), Chat("", MESSAGES, {"tools": TOOLS}), Chat("", MESSAGES)]
-    decode = tokenizer._tokenizer.decode
-    found = [decode(document.tokens) for document in tokenizer.tokenise(chats)]
-    assert found[1] == "f" + found[0] == "f" + found[2]
+    found = [tokenizer._tokenizer.decode(document.tokens) for document in tokenizer.tokenise(chats)]
+    assert found == [found[0], f"f{found[0]}", found[0]]
 
 
 def test_templates_that_cannot_say_what_is_the_answer_are_refused_by_name(tmp_path):

@@ -10,7 +10,6 @@ from transformers import (
     BertConfig,
     FalconH1Config,
     Gemma3TextConfig,
-    GraniteConfig,
     MambaConfig,
     ModernBertDecoderConfig,
     OPTConfig,
@@ -46,7 +45,7 @@ def test_a_small_model_shows_whether_documents_see_each_other(kind, separates):
     state = torch.get_rng_state()
     anatomy = Anatomy(CONFIGS[kind], False, kind)
     behaviour = miniature.observe(anatomy)
-    assert behaviour == miniature.Behaviour(is_causal=True, separates=separates, has_plain_logits=True)
+    assert behaviour == miniature.Behaviour(is_causal=True, separates=separates, has_known_logits=True)
     assert torch.equal(torch.get_rng_state(), state)
     assert miniature.small_config(anatomy).num_hidden_layers <= 3
 
@@ -87,15 +86,4 @@ def test_a_model_whose_tokens_see_what_follows_is_refused():
     miniature.check_behaviour(Anatomy(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
     anatomy = Anatomy(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
     with pytest.raises(UserError, match="lets a token see those that follow it"):
-        miniature.check_behaviour(anatomy, "x", packs=False)
-
-
-def test_a_model_that_changes_its_logits_is_refused(monkeypatch):
-    """By what it does, where no key of its config is known to do so."""
-    import distiller.language.anatomy
-
-    monkeypatch.setattr(distiller.language.anatomy, "LOGIT_CHANGES", ())
-    config = GraniteConfig(**HEADS, num_key_value_heads=2, logits_scaling=8.0)
-    anatomy = Anatomy(config, False, "x")
-    with pytest.raises(UserError, match="changes its logits behind the output layer"):
         miniature.check_behaviour(anatomy, "x", packs=False)

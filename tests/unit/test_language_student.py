@@ -146,7 +146,6 @@ def test_recipes_that_are_refused(task_of, sections, words):
             {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "original_max_position_embeddings": 16}},
             ["data.max_length is 32", "more than 16 tokens"],
         ),
-        ({"logit_scale": 0.5}, ["logit_scale 0.5", "after the output layer"]),
         ({"vocab_size": 12}, ["embed_tokens.weight has shape [23, 32] in the weights and [12, 32] by its config.json"]),
     ],
     ids=str,

@@ -97,16 +97,6 @@ def test_a_run_leaves_the_contracts_files_and_a_model_of_the_library(make_recipe
     assert texts.count("prompt: ") == texts.count("teacher: ") == texts.count("student: ") == 2
 
 
-def test_accumulation_of_unequal_token_counts_changes_nothing(make_recipe, tmp_path, fresh):
-    """Micro-batches of two rows have between 2 and 60 learnt tokens (cases 25, 28)."""
-    losses = {"task": {"losses": {"alpha": 0.5, "features": FEATURES}}}
-    whole = run(make_recipe(output_dir=str(tmp_path / "whole"), **losses))
-    fresh()
-    split = {"batch_size": 2, "samples_per_update": 8, "num_workers": 1, "gradient_checkpointing": True}
-    parts = run(make_recipe(output_dir=str(tmp_path / "parts"), train=split, **losses))
-    toy_causal_lm.assert_same_run(parts, whole)
-
-
 def test_a_resumed_run_equals_an_unbroken_one(make_recipe, tmp_path, fresh):
     options = {"checkpoint": {"every_steps": 2}}
     whole = run(make_recipe(output_dir=str(tmp_path / "whole"), train={"ema_decay": 0.9}, **options))
@@ -136,23 +126,6 @@ def test_a_cached_teacher_is_the_live_one(make_recipe, tmp_path, fresh, capsys):
     toy_causal_lm.assert_same_run(folder, live)
     # Nobody is there to be asked to go on with a text.
     assert "teacher: " not in (folder / "samples.txt").read_text()
-
-
-@pytest.mark.parametrize("form", ["topk", "topk+sampled"])
-def test_a_form_that_keeps_every_id_is_the_live_teacher_but_for_rounding(make_recipe, tmp_path, fresh, form):
-    """All 23 ids are in the head, and features are kept beside them."""
-    losses = {"task": {"losses": {"alpha": 0.7, "divergence": {"temperature": 2.0}, "features": FEATURES}}}
-    live = run(make_recipe(output_dir=str(tmp_path / "live"), **losses))
-    fresh()
-    teacher = {"path": str(make_recipe().teacher.path), "cache": str(tmp_path / "outputs")}
-    stored = losses | {"cache": {"form": form, "k": 23, "samples": 3}}
-    make_cache(parse(toy_causal_lm.recipe(tmp_path, **stored, teacher=teacher)))
-    fresh()
-    options = {"output_dir": str(tmp_path / "cached"), "teacher": teacher | {"placement": "cached"}}
-    folder = run(parse(toy_causal_lm.recipe(tmp_path, **stored, **options)))
-    ours, theirs = ([line["loss"] for line in toys.read_metrics(run_dir)] for run_dir in (folder, live))
-    assert ours == pytest.approx(theirs, abs=2e-3)
-    assert ours != theirs
 
 
 def test_a_form_belongs_to_a_temperature_and_to_its_size(make_recipe, tmp_path, fresh):

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from accelerate.state import AcceleratorState, GradientState
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 
@@ -78,10 +79,10 @@ def test_defaults_are_the_pipeline_s_and_said_at_check(large, tmp_path, capsys, 
     name = {"sd": "StableDiffusionPipeline", "sd3": "StableDiffusion3Pipeline"}.get(kind, "WanPipeline")
     frames, height, width = size
     said = f"task.num_frames {frames}, task.height {height}, task.width {width}"
+    said += f", sampling.num_inference_steps {sampling[0]}, sampling.guidance_scale {sampling[1]:g}"
     assert notes[0] == f"note: as {name} draws by itself: {said}"
-    said = f"sampling.num_inference_steps {sampling[0]}, sampling.guidance_scale {sampling[1]:g}"
-    assert notes[1] == f"note: as {name} draws by itself: {said}"
-    assert f"rollout.batch_size {batches[0]}" in notes[2]
+    said = f"rollout.batch_size {batches[0]}, evaluation.batch_size {batches[1]}"
+    assert notes[1] == f"note: for about 32,768 tokens a forward pass: {said}"
 
 
 @pytest.mark.parametrize("kind", ["wan", *toy_pictures.KINDS])
@@ -122,8 +123,12 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     assert held["sampling"]["guidance_scale"] == 7.5
     assert held["rollout"]["batch_size"] == 8
     assert held["evaluation"]["batch_size"] == 50
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    commands.train(recipe, True)
+    assert "is already finished" in capsys.readouterr().out
     # What is written out is no default any more.
-    assert open_task(load(str(file))).notices() == open_task(recipe).notices()[2:]
+    assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 
 
 def test_latents_say_their_size(make_recipe, tmp_path):
@@ -225,3 +230,27 @@ def test_samples_are_drawn_a_few_at_a_time_and_are_the_same(pictures, tmp_path, 
         drawn.append(draw_teacher(teacher, task.network, process, recipe, conditions))
     assert sizes == [5] * 3 + [2] * 6 + [1] * 3
     torch.testing.assert_close(*drawn, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("side", "is_warned"), [(64, True), (240, True), (256, False), (512, False)])
+def test_drawings_far_smaller_than_what_the_teacher_learnt_from_are_a_warning(large, tmp_path, side, is_warned):
+    """As where the digits' recipe is used with Stable Diffusion 1.5, whose pictures have 512 x 512 pixels."""
+    student, task = {"config": None, "num_layers": 1}, {"height": side, "width": side}
+    recipe = parse(toy_pictures.recipe("sd", tmp_path, large["sd"], student=student, task=task))
+    (*notices,) = (line for line in open_task(recipe).notices() if "batch_size" not in line)
+    assert len(notices) == is_warned
+    assert all(f"warning: task.height {side}" in line and "the 512 x 512 pixels" in line for line in notices)
+
+
+@pytest.mark.parametrize(
+    ("vae", "size"),
+    [
+        ({"scale_factor_spatial": 16, "scale_factor_temporal": 4}, (81, 480, 832)),
+        ({"scale_factor_spatial": 32, "scale_factor_temporal": 3}, (82, 448, 832)),
+        ({"scale_factor_spatial": 24, "scale_factor_temporal": 8}, (81, 480, 816)),
+    ],
+)
+def test_wan_s_own_size_is_rounded_to_its_patches_as_the_pipeline_rounds_it(pipelines, vae, size):
+    family = find_pipeline(Teacher(path=str(pipelines[1])))
+    files = dataclasses.replace(family.files, vae_config=family.files.vae_config | vae)
+    assert type(family)(files).own_size() == size

@@ -26,16 +26,15 @@ SECTIONS = ("task", "sampling", "rollout", "data", "cache")
 """Those whose every key is held here; `optim` and `train` are held by tests/unit/test_reference_training.py."""
 NO_RESULT = {
     "task.kind": "which task it is",
-    "data.path": "every row has one",
     "cache.shard_mib": "test_a_cache_in_several_files_is_the_same_cache",
 }
 """Keys that no row changes, and why."""
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, pipelines, pictures) -> Path:
-    """Pipelines, students and data of all rows."""
-    return make_folder(tmp_path_factory.mktemp("reference"), pipelines, pictures)
+def folder(tmp_path_factory) -> Path:
+    """Students and data of all rows; pipelines follow."""
+    return make_folder(tmp_path_factory.mktemp("reference"))
 
 
 _REFERENCES: dict[str, Result] = {}

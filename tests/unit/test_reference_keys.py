@@ -20,6 +20,7 @@ from tests import toy_pictures, toys
 from tests.key_changes import Change, change_json, change_weights, differing, keys_of, leaves_of, parsed
 
 GUIDED = {"task.guidance.scale": 4.0}
+DRAWN_GUIDED = {"sampling.guidance_scale": 3.0}
 LOGIT_NORMAL = {"task.timesteps.sampling": "logit_normal"}
 ALL = "text rollout content"
 IMAGES = {"data.kind": "images", "data.path": "images"}
@@ -45,7 +46,7 @@ OUTSIDE = {
     **dict.fromkeys(("checkpoint", "tracking"), "after the fact"),
 }
 """Keys, or sections, that have no row, and why."""
-CONSTANTS = {"format", "task.kind", "form.kind"}
+CONSTANTS = {"format", "reader", "task.kind", "form.kind"}
 """Fields that only another version of the code, or another task, changes."""
 
 
@@ -97,7 +98,8 @@ CHANGES = [
     # How the rollout is drawn.
     Change("steps", "rollout", {"sampling.num_inference_steps": 4}),
     Change("scale of drawing", "rollout", {"sampling.guidance_scale": 2.0}),
-    Change("second scale of drawing", "rollout", {"sampling.guidance_scale_2": 2.0}, TWO),
+    Change("second scale of drawing", "rollout", {"sampling.guidance_scale_2": 2.0}, TWO | DRAWN_GUIDED),
+    Change("second scale without a first", "rollout", {"sampling.guidance_scale_2": 2.0}, TWO),
     Change("no rollout", "rollout", {"rollout.enabled": False}),
     Change("samples of a prompt", "rollout content", {"rollout.samples_per_prompt": 2}),
     Change("batch of the rollout", "rollout", {"rollout.batch_size": 9}),
@@ -107,6 +109,7 @@ CHANGES = [
     Change("fewer pictures", "text images content", {"data.max_samples": 1}, IMAGES),
     Change("fewer latents", "content", {"data.max_samples": 3}, LATENTS),
     Change("order of prompts", ALL, files=other_prompts),
+    Change("prompts that stand twice", ALL, {"data.path": "repeated.txt"}),
     Change("a picture", "images", given=IMAGES, files=other_picture),
     Change("order of pictures", "images content", given=IMAGES, files=lambda folder: other_rows(folder, OTHER_ORDER)),
     Change("a caption", "text images content", given=IMAGES, files=lambda folder: other_rows(folder, OTHER_CAPTIONS)),
@@ -182,6 +185,7 @@ def originals(tmp_path_factory, pipelines, pictures) -> Path:
     toy_pictures.write_student_config("sd", root / "student-sd.json")
     for name in ("prompts.txt", "prompts-again.txt"):
         toys.write_prompts(root / name)
+    toys.write_prompts(root / "repeated.txt", ["a red cat", "a dog", "a dog", "a red cat"])
     for number, name in enumerate("ab"):
         (root / "images" / name).mkdir(parents=True)
         Image.new("RGB", (40, 40), (number, 50, 90)).save(root / "images" / name / "1.bmp")
@@ -198,6 +202,7 @@ def recipe_in(root: Path, keys: Mapping[str, Any]) -> DiffusionRecipe:
         "output_dir": str(root / "run"),
         "task.height": 32,
         "task.width": 32,
+        "task.num_frames": 1,
         "task.max_sequence_length": 12,
         "sampling.num_inference_steps": 3,
         "sampling.guidance_scale": 1.0,

@@ -97,7 +97,13 @@ def test_a_student_with_more_ids_than_tokens_keeps_them_down(teachers, tmp_path,
     assert "41 of the student's 64 ids stand for no token" in out
     folder, task = Path(recipe.output_dir), build_task(recipe)
     assert share_of_unused(folder / "student", task) < 0.02
-    assert AutoModelForCausalLM.from_pretrained(folder / "student").config.vocab_size == 64
+    student = AutoModelForCausalLM.from_pretrained(folder / "student")
+    assert student.config.vocab_size == 64
+    assert student.generation_config.suppress_tokens == list(range(IDS, 64))
+    # The library itself draws tokens alone, at any temperature.
+    ids = torch.full((64, 1), 3)
+    drawn = student.generate(ids, do_sample=True, temperature=50.0, top_k=0, max_new_tokens=4, min_new_tokens=4)
+    assert int(drawn.max()) < IDS
     for line in toys.read_metrics(folder):
         terms = alpha * line["loss/divergence"] + (1 - alpha) * line["loss/cross_entropy"] + line["loss/unused_ids"]
         assert line["loss"] == pytest.approx(terms, rel=1e-5)

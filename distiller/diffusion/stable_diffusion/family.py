@@ -40,6 +40,7 @@ class StableDiffusionFamily(Family):
     pipeline_class = StableDiffusionPipeline
     architecture = UNetArchitecture()
     network_parts = ("unet",)
+    has_own_size = True
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:

@@ -38,6 +38,7 @@ class SD3Family(Family):
     pipeline_class = StableDiffusion3Pipeline
     architecture = SD3Architecture()
     network_parts = ("transformer",)
+    has_own_size = True
 
     def check_files(self) -> None:
         given = self.files.location.given

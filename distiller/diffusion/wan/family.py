@@ -30,6 +30,7 @@ class WanFamily(Family):
     pipeline_class = WanPipeline
     architecture = WanArchitecture()
     network_parts = ("transformer", "transformer_2")
+    has_own_size = False
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:
@@ -49,13 +50,15 @@ class WanFamily(Family):
         del student
 
     def own_size(self) -> tuple[int, int, int]:
-        # Arguments of its call, which it rounds down to what its networks can take.
+        # Arguments of its call, which it rounds to what its networks can take.
         temporal, spatial = self._vae_steps
         num_frames, height, width = (int(self.call_defaults[name]) for name in ("num_frames", "height", "width"))
         _, patch_height, patch_width = self.teacher_config["patch_size"]
         height -= height % (spatial * patch_height)
         width -= width % (spatial * patch_width)
-        return (num_frames - 1) // temporal * temporal + 1, height, width
+        if num_frames % temporal != 1:
+            num_frames = num_frames // temporal * temporal + 1
+        return num_frames, height, width
 
     def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
         temporal, spatial = self._vae_steps

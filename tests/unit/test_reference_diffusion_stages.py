@@ -15,7 +15,7 @@ from distiller.teachers import Request
 from distiller.teachers.opening import open_teacher
 from tests import reference_diffusion, reference_pipelines
 from tests.reference_rows import DRAWN_GUIDED, FIVE_STEPS, IMAGES, STORED
-from tests.reference_toys import make_folder, recipe_of, run_product
+from tests.reference_toys import make_folder, pipeline_in, recipe_of, run_product
 from tests.toy_network import setup
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
@@ -24,8 +24,8 @@ TWO_SCALES = {"sampling.guidance_scale": 4.0, "sampling.guidance_scale_2": 2.5}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, pipelines, pictures) -> Path:
-    return make_folder(tmp_path_factory.mktemp("stages"), pipelines, pictures)
+def folder(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("stages"))
 
 
 def read_stage(stages: Path, name: str, tensor: str = "latents") -> torch.Tensor:
@@ -42,7 +42,6 @@ def read_stage(stages: Path, name: str, tensor: str = "latents") -> torch.Tensor
         ("wan", {"task.num_frames": 5, "task.width": 48}),
         ("wan2", FIVE_STEPS | TWO_SCALES),
         ("sd3-dynamic", DRAWN_GUIDED),
-        ("sd-v", DRAWN_GUIDED),
         ("sd-ancestral", DRAWN_GUIDED),
     ],
 )
@@ -64,7 +63,7 @@ def test_a_rollout_is_what_the_pipeline_draws(folder, tmp_path, pipeline, keys):
     assert load_file(min(stage.glob("*.safetensors")))["timesteps"].tolist() == drawn["timesteps"]
 
 
-@pytest.mark.parametrize("pipeline", ["wan", "sd3", "sd"])
+@pytest.mark.parametrize("pipeline", ["wan", "sd3"])
 def test_pictures_are_what_the_pipeline_s_vae_makes_of_them(folder, tmp_path, pipeline):
     recipe = recipe_of(folder, pipeline, tmp_path / "run", BRIEF | IMAGES)
     recipe = recipe.model_copy(update={"cache_dir": str(tmp_path / "stages")})
@@ -76,7 +75,7 @@ def test_pictures_are_what_the_pipeline_s_vae_makes_of_them(folder, tmp_path, pi
 
 
 def test_a_teacher_does_not_run_under_the_caller_s_autocast(folder):
-    network = DiffusionNetwork(find_pipeline(Teacher(path=str(folder / "sd3"))), 5)
+    network = DiffusionNetwork(find_pipeline(Teacher(path=str(pipeline_in(folder, "sd3")))), 5)
     teacher = open_teacher(network, setup())
     numbers = torch.Generator().manual_seed(0)
     inputs = {
