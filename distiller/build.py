@@ -42,7 +42,7 @@ from distiller.run_inputs import remember
 from distiller.student_size import gpu_bytes, host_bytes
 from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
-from distiller.tasks.base import Task
+from distiller.tasks.base import Task, line_of
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
 from distiller.teachers.opening import decide
@@ -126,7 +126,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         return Finished(accelerator, last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     if resume and ranks.is_main:
-        print(f"distiller: --resume: {claim.said(run_dir, last_step)}", file=sys.stderr, flush=True)
+        print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
     check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
@@ -297,7 +297,7 @@ def _announce(
     notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
 ) -> None:
     for notice in notices:
-        accelerator.print(f"note: {notice}")
+        accelerator.print(line_of(notice))
     accelerator.print(
         f"{engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} samples an "
         f"update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} processes), "

@@ -34,7 +34,7 @@ from distiller.output import check_shared, check_shared_stages
 from distiller.process import world_size
 from distiller.ranks import Ranks
 from distiller.stage_places import CACHED_STAGES
-from distiller.tasks.base import Task
+from distiller.tasks.base import Task, line_of
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.opening import decide
@@ -65,7 +65,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
     for notice in (*world.notices, *task.notices()):
-        accelerator.print(f"note: {notice}")
+        accelerator.print(line_of(notice))
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))

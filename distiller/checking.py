@@ -14,6 +14,7 @@ from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, w
 from distiller.launch_request import LaunchRequest, deepspeed_settings, read_launch_file
 from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
 from distiller.output import check_output_dir
+from distiller.tasks.base import line_of
 
 
 def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None:
@@ -38,15 +39,16 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
             check_offload(fsdp, precisions)
         check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
     warning = _check_fp16(recipe, request)
-    check_output_dir(recipe, resume)
     task = check_run(recipe, num_processes, under_deepspeed)
+    # A run's folder holds the recipe with the teacher's defaults.
+    check_output_dir(task.with_defaults(recipe), resume)
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
     looked = task.look_at_samples()
     if warning is not None:
         print(f"warning: {warning}")
     for notice in task.notices():
-        print(f"note: {notice}")
+        print(line_of(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")
 

@@ -33,8 +33,8 @@ class KeptBuffers:
         with torch.no_grad():
             for number, (buffers, before) in enumerate(self._groups):
                 now = _joined(buffers)
-                # FSDP1 may have changed their dtype in its first forward pass. Selected, not multiplied: NaN goes.
-                kept = torch.where(is_skipped.to(now.device) > 0, before.to(now.dtype), now)
+                # FSDP1 may move them in its first forward pass. Selected, not multiplied: a NaN must go.
+                kept = torch.where(is_skipped.to(now.device) > 0, before.to(now.device, now.dtype), now)
                 parts = kept.split([buffer.numel() for buffer in buffers])
                 torch._foreach_copy_(
                     buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]

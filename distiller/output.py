@@ -52,13 +52,13 @@ class Claim:
     def said(self, folder: Path, last_step: int) -> str:
         """In one line, where a resumed run goes on from."""
         if self.is_new:
-            return f"{folder} holds no run (is output_dir right?); this is a new one, from step 1"
+            return f"warning: --resume: {folder} holds no run (is output_dir right?); this is a new one, from step 1"
         if not self.steps_done:
-            return f"the run in {folder} has no complete checkpoint yet; it starts again at step 1"
+            return f"warning: --resume: the run in {folder} has no complete checkpoint yet; it starts again at step 1"
         checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
         if self.steps_done == last_step:
-            return f"training has come to its end, {checkpoint}; what follows it is left"
-        return f"continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
+            return f"note: --resume: training has come to its end, {checkpoint}; what follows it is left"
+        return f"note: --resume: continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
 def check_output_dir(recipe: Recipe, resume: bool) -> None:

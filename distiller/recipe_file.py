@@ -6,6 +6,7 @@ Importing this module does not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -19,6 +20,9 @@ from distiller.language_config import CUTS, LanguageRecipe
 from distiller.plain_yaml import dump_yaml, parse_yaml
 from distiller.resources import find_recipe
 from distiller.teacher_kind import check_kind, kind_by_teacher
+
+NOTHING: Mapping[str, str] = {}
+"""No overrides."""
 
 RECIPES: dict[str, type[Recipe]] = {
     "diffusion": DiffusionRecipe,
@@ -62,20 +66,39 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{recipe}: is not valid YAML ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {shown(data)}")
-    given = {_apply(data, override) for override in overrides}
-    _drop_alternatives(data, given)
-    return parse(data, recipe)
+    given = {_apply(data, override): override for override in overrides}
+    _drop_alternatives(data, set(given))
+    return parse(data, recipe, given)
 
 
-def parse(data: Mapping[str, Any], origin: str = "recipe") -> Recipe:
-    """Validates a mapping as a recipe of its task; `origin` names it in errors (UserError)."""
-    kind = _kind_of(data, origin)
+def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, str] = NOTHING) -> Recipe:
+    """Validates a mapping as a recipe of its task; UserError begins with what is to blame.
+
+    Args:
+        origin: the name of the recipe.
+        given: the overrides in it, by their keys.
+    """
+    kind = _kind_of(data, origin, given)
     data = _with_kind(data, kind)
-    _reject_unknown_keys(RECIPES[kind], RECIPES[kind], data, "", origin)
+    _reject_unknown_keys(RECIPES[kind], RECIPES[kind], data, "", origin, given)
     try:
         return RECIPES[kind].model_validate(data)
     except ValidationError as error:
-        raise UserError(f"{origin}: {_first_problem(error)}") from error
+        key, text = _first_problem(error)
+        raise UserError(f"{blamed(origin, given, key, text)}: {text}") from error
+
+
+def blamed(origin: str, given: Mapping[str, str], key: str, text: str = "") -> str:
+    """What a message about a key begins with: the override that set it, or else the recipe.
+
+    Args:
+        text: the message; of a contradiction between keys, which lies in none of them, it names them.
+    """
+    at_key = [name for name in given if f"{key}.".startswith(f"{name}.")]
+    in_text = [name for name in given if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", text)]
+    below_key = [name for name in given if key and name.startswith(f"{key}.")]
+    found = at_key or in_text or below_key
+    return shown(given[found[-1]]) if found else origin
 
 
 def dump(recipe: Recipe) -> str:
@@ -83,7 +106,7 @@ def dump(recipe: Recipe) -> str:
     return dump_yaml(recipe.model_dump(mode="json"))
 
 
-def _kind_of(data: Mapping[str, Any], origin: str) -> str:
+def _kind_of(data: Mapping[str, Any], origin: str, given: Mapping[str, str]) -> str:
     """What `task.kind` says, and where it is left out, what the teacher is.
 
     Of a teacher that is not there, the first task that has all the recipe's keys, whose own checks then say what is
@@ -91,18 +114,19 @@ def _kind_of(data: Mapping[str, Any], origin: str) -> str:
     """
     task = data.get("task")
     if not isinstance(task, Mapping) or "kind" not in task:
-        found = kind_by_teacher(data.get("teacher"), origin)
+        found = kind_by_teacher(data.get("teacher"), blamed(origin, given, "teacher.path"))
         return found or next((kind for kind, recipe in RECIPES.items() if _knows_keys(recipe, data)), "diffusion")
     kind = task["kind"]
     if not isinstance(kind, str) or kind not in RECIPES:
-        raise UserError(f"{origin}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
-    check_kind(kind, data.get("teacher"), origin)
+        culprit = blamed(origin, given, "task.kind")
+        raise UserError(f"{culprit}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    check_kind(kind, data.get("teacher"), blamed(origin, given, "task.kind", "teacher.path"))
     return kind
 
 
 def _knows_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
     try:
-        _reject_unknown_keys(recipe, recipe, data, "", "")
+        _reject_unknown_keys(recipe, recipe, data, "", "", NOTHING)
     except UserError:
         return False
     return True
@@ -146,18 +170,24 @@ def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
 
 
 def _reject_unknown_keys(
-    recipe: type[Recipe], model: type[BaseModel], data: Mapping[str, Any], prefix: str, origin: str
+    recipe: type[Recipe],
+    model: type[BaseModel],
+    data: Mapping[str, Any],
+    prefix: str,
+    origin: str,
+    given: Mapping[str, str],
 ) -> None:
     for key, value in data.items():
+        culprit = blamed(origin, given, f"{prefix}{key}")
         if key not in model.model_fields:
-            raise UserError(f"{origin}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
+            raise UserError(f"{culprit}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
         section = _section_of(model, key)
         if section is None:
             continue
         if not isinstance(value, Mapping):
             names = ", ".join(section.model_fields)
-            raise UserError(f"{origin}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
-        _reject_unknown_keys(recipe, section, value, f"{prefix}{key}.", origin)
+            raise UserError(f"{culprit}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
+        _reject_unknown_keys(recipe, section, value, f"{prefix}{key}.", origin, given)
 
 
 def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
@@ -193,8 +223,8 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     return keys
 
 
-def _first_problem(error: ValidationError) -> str:
-    """One line for the first wrong key: what stands there, and every form that it may have."""
+def _first_problem(error: ValidationError) -> tuple[str, str]:
+    """The first wrong key, and one line on it: what stands there, and every form that it may have."""
     problems = error.errors(include_url=False)
     place = _place(problems[0])
     # The members of a union fail one by one; those that came furthest say best what is wrong.
@@ -203,13 +233,15 @@ def _first_problem(error: ValidationError) -> str:
     same = [problem for problem in same if len(problem["loc"]) == deepest]
     place, first = _place(same[0]), same[0]
     if first["type"] == "missing" and isinstance(place[-1], str):
-        return f"the key '{_dotted(place)}' is missing; add it"
+        return _dotted(place), f"the key '{_dotted(place)}' is missing; add it"
     if first["type"] == "missing":
-        return f"{_dotted(place[:-1])}: given {shown(first['input'])}, which has too few items"
+        key = _dotted(place[:-1])
+        return key, f"{key}: given {shown(first['input'])}, which has too few items"
     if first["type"] == "value_error":
-        return first["msg"].removeprefix("Value error, ")
+        return _dotted(place), first["msg"].removeprefix("Value error, ")
     rules = dict.fromkeys(_rule(problem) for problem in same)
-    return f"{_dotted(place)}: given {shown(first['input'])}; it must be {' or '.join(rules)}"
+    key = _dotted(place)
+    return key, f"{key}: given {shown(first['input'])}; it must be {' or '.join(rules)}"
 
 
 _RULES = {

@@ -97,7 +97,14 @@ def exported_student(run: ReadRun, task: Task[Any, Any]) -> Iterator[tuple[Path,
         print(
             f"note: {run.folder} has no student/ yet; this is the student of its newest checkpoint, {checkpoint.name}"
         )
-    with tempfile.TemporaryDirectory(dir=run.folder, prefix=".student-") as folder:
+    try:
+        temporary = tempfile.TemporaryDirectory(dir=run.folder, prefix=".student-")
+    except OSError as error:
+        raise UserError(
+            f"{run.folder}: cannot be written ({error.strerror}), and {checkpoint.name} is exported into it; copy "
+            "the run, or `distiller export` it elsewhere"
+        ) from error
+    with temporary as folder:
         export_checkpoint(task, checkpoint, Path(folder) / "student")
         yield Path(folder), int(checkpoint.name.removeprefix("step-"))
 

@@ -20,6 +20,7 @@ from typing import Any
 from filelock import FileLock
 
 from distiller.contents import content_digest
+from distiller.errors import UserError
 from distiller.file_modes import follow_umask
 from distiller.ranks import Ranks
 from distiller.stage_places import StagePlaces
@@ -110,9 +111,15 @@ class Stage:
         return FileLock(self._own_parent / f".{self._folder_name}.lock")
 
     def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until another process has finished, and this machine sees it."""
+        """Waits until another process has finished, and this machine sees it. UserError for files of somebody else."""
         while not self.is_complete:
             time.sleep(poll_s)
+        closed = next((file for file in sorted(self.folder.iterdir()) if not os.access(file, os.R_OK)), None)
+        if closed is not None:
+            raise UserError(
+                f"cache_dir: {closed} is another user's and cannot be read (older versions left files to their owner "
+                "alone); its owner can chmod -R g+r the folder, or choose another one with cache_dir=..."
+            )
 
     def copy_into(self, parent: Path) -> None:
         """Puts the complete result into another folder of stages too; does nothing where it is there. One process.

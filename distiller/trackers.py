@@ -76,7 +76,7 @@ class Trackers:
         self._accelerator.init_trackers(recipe.tracking.project, None, options_of(recipe, run, first_step))
         for tracker in self._accelerator.trackers:
             # TensorBoard makes each set of values a run of its own.
-            if first_step == 1 or tracker.name != "tensorboard":
+            if run.last_step == 0 or tracker.name != "tensorboard":
                 tracker.store_init_configuration({"recipe": dump(recipe)})
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
@@ -104,7 +104,7 @@ def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, di
     name = f"{tracking.run_name or Path(recipe.output_dir).resolve().name}-{run.id}"
     options = {
         "wandb": wandb,
-        "tensorboard": {"purge_step": first_step} if first_step > 1 else {},
+        "tensorboard": {"purge_step": first_step},
         "trackio": {"name": name, "group": run.id, "resume": "allow"},
     }
     return {tracker: options[tracker] for tracker in tracking.trackers}

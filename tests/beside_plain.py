@@ -139,3 +139,18 @@ def assert_named_tests_exist(places: Iterable[str]) -> None:
         file, _, name = place.partition("::")
         names = re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
         assert name.rpartition("::")[2] in names, place
+
+
+def unique_rows(table: Mapping[str, list[dict[str, Any]]]) -> list[Any]:
+    """The rows as pytest's parameters, each once, named by the first key that it stands under."""
+    found: dict[str, Any] = {}
+    for key, rows in table.items():
+        for number, row in enumerate(rows):
+            found.setdefault(repr(row), pytest.param(row, id=f"{key}-{number}"))
+    return list(found.values())
+
+
+def changes_key(row: Mapping[str, Any], key: str) -> bool:
+    """Whether a row gives this key a value, by itself or inside of a section."""
+    section, _, name = key.partition(".")
+    return key in row or name in (row.get(section) or {})

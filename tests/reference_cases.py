@@ -145,7 +145,8 @@ def classification_recipe(folder: Path, place: Path, changes: dict[str, Any]) ->
         "teacher": {"path": "resnet"},
         "student": {"config": "resnet.json"},
         "data": {"path": "pictures"},
-        "train": {"max_steps": 3, "batch_size": 5, "log_every": 1},
+        # Two updates an epoch, so that the third is of another one.
+        "train": {"max_steps": 3, "batch_size": 7, "log_every": 1},
         "optim": {"lr": 1e-2, "max_grad_norm": 1.0, "eps": 1e-4},
         "checkpoint": {"at_end": False},
     }

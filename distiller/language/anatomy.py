@@ -156,15 +156,15 @@ class Anatomy:
 
 
 class _LargeOnMeta(TorchFunctionMode):
-    """Makes large tensors without values on the meta device.
+    """Makes large new tensors on the meta device.
 
     `init_empty_weights` takes parameters there once they are made, and a mixture's experts, one tensor of tens of
-    gigabytes, cannot even be allocated. Buffers have values, and are left alone.
+    gigabytes, cannot even be allocated. Buffers have values, and are made otherwise.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.empty and kwargs.get("device") is None:
+        if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
             wanted = func(*args, **kwargs | {"device": "meta"})
             if wanted.numel() > LARGE:
                 return wanted

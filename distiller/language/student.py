@@ -226,10 +226,11 @@ def _level_unused(output: Any, ids: TokenIds) -> None:
     """Gives the ids of an output layer that stand for no token the mean of all others' rows and biases."""
     tensors = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     if unused := ids.unused(len(output.weight)):
-        stand_for_tokens = torch.ones(len(output.weight), dtype=torch.bool)
-        stand_for_tokens[unused] = False
         for tensor in tensors:
-            tensor[unused] = tensor[stand_for_tokens].mean(0)
+            # Emptied first: whatever was there, infinities included, is not in the sum, and nothing large is copied.
+            tensor[unused] = 0
+            mean = tensor.sum(0, dtype=torch.float64) / (len(tensor) - len(unused))
+            tensor[unused] = mean.to(tensor.dtype)
 
 
 def _leading(source: Tensor, target: Tensor) -> Tensor:

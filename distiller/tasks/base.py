@@ -30,6 +30,11 @@ class LossSum:
     terms: dict[str, Tensor]
 
 
+def line_of(notice: str) -> str:
+    """What is printed of one of `Task.notices`: a note, unless it says itself that it is a warning."""
+    return notice if notice.startswith("warning: ") else f"note: {notice}"
+
+
 class Task(ABC, Generic[BatchT, NetworkT]):
     """Built from a recipe and files' descriptions alone; weights are read in the methods that say so.
 
@@ -62,7 +67,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
         return recipe
 
     def notices(self) -> list[str]:
-        """One line each: what a user should know before the run starts, known once the task is built.
+        """One line each: what a user should know before the run starts, known once the task is built; see `line_of`.
 
         Printed by `--check` and, on rank 0, when a run begins. Reads no weights and does not communicate.
         """

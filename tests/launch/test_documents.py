@@ -96,6 +96,7 @@ SAME_ENVIRONMENT = "make_environment() { :; }\n"
 # What a run writes, beside the files of the checkout, and files that documents make up.
 RUN_FILES = {
     "progress.json",
+    "run.json",
     "recipe.yaml",
     "inputs.json",
     "metrics.jsonl",

@@ -84,6 +84,11 @@ def test_a_killed_rank_ends_the_run_with_one_line(toy, tmp_path):
     assert running.wait_until_gone(60) != 0
     assert running.lines == ["distiller: rank 1 of 2 is gone; continue with --resume"], running.output
     assert "Traceback" not in running.output.partition(running.lines[0])[0]
+    # The agent shows the rank that it saw ending first: the killed one, or the one that missed it.
+    last = running.output.splitlines()[-2]
+    assert re.fullmatch(r"  traceback : (Signal 9 \(SIGKILL\) .*|distiller, rank 0: rank 1 of 2 is gone; .*)", last), (
+        last
+    )
 
 
 @pytest.mark.slow

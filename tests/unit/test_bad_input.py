@@ -213,8 +213,31 @@ class TestRecipeFile:
     )
     def test_overrides_are_refused(self, refuse, tmp_path, pipelines, override, words):
         (tmp_path / "recipe.yaml").write_text(dump_yaml(toys.recipe(tmp_path, pipelines[1])))
-        refuse(["train", "recipe.yaml", override], *words)
+        error = refuse(["train", "recipe.yaml", override], *words)
         refuse(["train", "recipe.yaml", "--check", override], *words)
+        assert "recipe.yaml" not in error
+        assert error[:12] in ("distiller: '", 'distiller: "')
+        assert error[12:].startswith(override[:8])
+
+    @pytest.mark.parametrize(
+        ("overrides", "blamed"),
+        [
+            (["optim.lr=1e-3", "optim.lrr=5"], "'optim.lrr=5'"),
+            (["optim.betas=[0.9, 2]"], "'optim.betas=[0.9, 2]'"),
+            (["seed=1", "task.targets=stored", "data.kind=images"], "'data.kind=images'"),
+            (["seed=1", "task.guidance.scale_2=3"], "'task.guidance.scale_2=3'"),
+            (["teacher.placement=custom"], "'teacher.placement=custom'"),
+            (["task.kind=difusion"], "'task.kind=difusion'"),
+            (["student={config: a, path: b}"], "'student={config: a, path: b}'"),
+            (["train.max_steps=null"], "'train.max_steps=null'"),
+            (["seed=2"], "recipe.yaml"),
+        ],
+        ids=lambda value: value[-1] if isinstance(value, list) else "",
+    )
+    def test_the_override_is_to_blame_and_not_the_file(self, refuse, tmp_path, pipelines, overrides, blamed):
+        data = toys.recipe(tmp_path, pipelines[1]) | ({"no": 1} if blamed == "recipe.yaml" else {})
+        (tmp_path / "recipe.yaml").write_text(dump_yaml(data))
+        assert refuse(["train", "recipe.yaml", *overrides]).startswith(f"distiller: {blamed}: ")
 
 
 def walk(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:

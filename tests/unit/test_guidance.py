@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,7 +97,7 @@ def test_rollout_stored_targets_and_the_count_of_passes(make_recipe, pipelines, 
     assert task.prepare_stages(toys.ALONE, torch.float32)
     data = task.run_stages(toys.ALONE, teacher)
     assert f"= {sum(asked)} forward passes" in capsys.readouterr().out
-    store = LatentStore(next(recipe.stages_dir.own.glob("rollout-*")))
+    store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     pipeline = WanPipeline.from_pretrained(pipelines[2])
     noise = torch.stack([draws.noise(recipe.seed, 0, i, SHAPE, "rollout") for i in range(4)])
     theirs = pipeline_s_latents(pipeline, scales, noise, prompts=toys.PROMPTS[:4])
@@ -126,7 +127,7 @@ def test_evaluation_guides_the_student_as_it_guides_the_teacher(make_recipe, ali
         evaluation={"num_samples": 2},
     )
     commands.train(recipe, False)
-    folder = recipe.stages_dir.own.parent
+    folder = Path(recipe.output_dir)
     commands.evaluate(folder, [])
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
     assert evaluation["final_latent_mse"] < 1e-9

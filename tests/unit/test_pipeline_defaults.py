@@ -1,6 +1,7 @@
 """What a recipe leaves out is what the pipeline does by itself; it is said with its origin, and written out."""
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +76,9 @@ def test_defaults_are_the_pipeline_s_and_said_at_check(large, tmp_path, capsys, 
     recipe = bare(data)
     assert resolved(recipe) == (size, sampling, batches)
     commands.check(recipe, None)
-    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("warning: drawings are guided") for line in lines) == 1
+    notes = [line for line in lines if line.startswith("note: ")]
     name = {"sd": "StableDiffusionPipeline", "sd3": "StableDiffusion3Pipeline"}.get(kind, "WanPipeline")
     frames, height, width = size
     said = f"task.num_frames {frames}, task.height {height}, task.width {width}"
@@ -99,7 +102,7 @@ def test_a_recipe_that_leaves_all_out_rolls_out_what_the_pipeline_draws_by_itsel
     task = open_task(recipe)
     task.prepare_stages(toys.ALONE, torch.float32)
     task.run_stages(toys.ALONE, open_teacher(task.network, setup()))
-    store = LatentStore(next(recipe.stages_dir.own.glob("rollout-*")))
+    store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     noise = torch.stack([draws.noise(recipe.seed, 0, i, store.shape, "rollout") for i in range(2)])
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -127,6 +130,7 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     GradientState._reset_state()
     commands.train(recipe, True)
     assert "is already finished" in capsys.readouterr().out
+    commands.check(recipe, None, resume=True)
     # What is written out is no default any more.
     assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 

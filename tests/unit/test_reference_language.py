@@ -11,15 +11,17 @@ import torch
 from distiller.build import build_task
 from distiller.caching import make_cache
 from distiller.errors import UserError
-from distiller.language_config import LanguageRecipe
+from distiller.language_config import CUTS, LanguageRecipe
 from distiller.teachers.opening import open_alone
 from tests import toys
 from tests.beside_plain import (
     assert_named_tests_exist,
     assert_same,
+    changes_key,
     forget_accelerate,
     keys_of,
     run,
+    unique_rows,
 )
 from tests.plain_language import train_plainly
 from tests.reference_cases import language_folder, language_recipe
@@ -33,42 +35,79 @@ PAIRS = {f"{FEATURES}weight": 2.0, f"{FEATURES}student_blocks": [0, 1], f"{FEATU
 MIXED = {f"{LOSSES}alpha": 0.7, **PAIRS}
 CACHED = {"teacher.placement": "cached"}
 
+# Rows change several keys at once where one run can show both.
+STUDENTS = [
+    {f"{DIVERGENCE}kind": kind, "student": student}
+    for kind, student in zip(
+        DIVERGENCES,
+        (
+            {"config": "student.json"},
+            {"config": "phi.json"},
+            {"config": "dropout.json"},
+            {"path": "untied"},
+            {"path": "phi"},
+        ),
+        strict=True,
+    )
+]
+SMALLER = [
+    {f"{LOSSES}alpha": 0.0, "student": {"num_layers": 3}},
+    {f"{LOSSES}alpha": 0.3, "student": {"num_layers": 1}},
+    {f"{LOSSES}alpha": 1.0, "student": {"hidden_size": 12, "num_layers": 3}},
+    {**PAIR, "student": {"num_attention_heads": 2}},
+    {**PAIR, f"{FEATURES}weight": 3.0, f"{LOSSES}alpha": 0.0, "student": {"num_key_value_heads": 1}},
+    {**PAIRS, "student": {"intermediate_size": 20}},
+]
+DATA = [
+    {f"{DIVERGENCE}kind": kind, f"{DIVERGENCE}temperature": temperature, f"{LOSSES}alpha": 0.5, **data}
+    for kind, temperature, data in zip(
+        (*DIVERGENCES, "forward_kl"),
+        (3.0, 3.0, 3.0, 3.0, 3.0, 0.5),
+        (
+            {"data.kind": "text", "data.path": "texts"},
+            {"data.kind": "datasets"},
+            {"data.path": "answers.jsonl"},
+            {"data.max_samples": 25},
+            {"data.held_out": 0.3},
+            {"data.held_out": 0.0},
+        ),
+        strict=True,
+    )
+]
+PACKED = [
+    {f"{DIVERGENCE}temperature": 2.0, "data.path": path, "data.packing": packing, "data.max_length": length, **loss}
+    for (path, packing, length), loss in zip(
+        (
+            ("texts.jsonl", False, 11),
+            ("texts.jsonl", True, 11),
+            ("answers.jsonl", False, 11),
+            ("answers.jsonl", True, 11),
+            ("texts.jsonl", True, 32),
+            ("answers.jsonl", True, 32),
+        ),
+        (
+            *({f"{DIVERGENCE}kind": "jsd", f"{DIVERGENCE}beta": beta} for beta in (0.0, 0.2, 1.0)),
+            {f"{DIVERGENCE}kind": "skewed_kl", f"{DIVERGENCE}skew": 0.3},
+            {f"{DIVERGENCE}kind": "skewed_reverse_kl", f"{DIVERGENCE}skew": 0.3},
+            {f"{DIVERGENCE}kind": "skewed_kl", f"{DIVERGENCE}skew": 0.0},
+        ),
+        strict=True,
+    )
+]
 ROWS: dict[str, list[dict[str, Any]]] = {
     "seed": [{"seed": 0, "student": {"config": "student.json"}, **PAIR}],
-    "task.losses.alpha": [{f"{LOSSES}alpha": alpha} for alpha in (0.0, 0.3, 1.0)],
-    "task.losses.divergence.kind": [{f"{DIVERGENCE}kind": kind} for kind in DIVERGENCES],
-    "task.losses.divergence.temperature": [
-        {f"{DIVERGENCE}kind": kind, f"{DIVERGENCE}temperature": 3.0, f"{LOSSES}alpha": 0.5} for kind in DIVERGENCES
-    ]
-    + [{f"{DIVERGENCE}temperature": 0.5, f"{LOSSES}alpha": 0.5}],
-    "task.losses.divergence.beta": [
-        {f"{DIVERGENCE}kind": "jsd", f"{DIVERGENCE}beta": beta, f"{DIVERGENCE}temperature": 2.0}
-        for beta in (0.0, 0.2, 1.0)
-    ],
-    "task.losses.divergence.skew": [
-        {f"{DIVERGENCE}kind": kind, f"{DIVERGENCE}skew": skew, f"{DIVERGENCE}temperature": 2.0}
-        for kind, skew in (("skewed_kl", 0.3), ("skewed_reverse_kl", 0.3), ("skewed_kl", 0.0))
-    ],
-    "task.losses.features.weight": [PAIR, {**PAIR, f"{FEATURES}weight": 3.0, f"{LOSSES}alpha": 0.0}],
-    "task.losses.features.student_blocks": [PAIRS],
+    "task.losses.alpha": SMALLER,
+    "task.losses.divergence.kind": STUDENTS,
+    "task.losses.divergence.temperature": DATA,
+    "task.losses.divergence.beta": PACKED,
+    "task.losses.divergence.skew": PACKED,
+    "task.losses.features.weight": SMALLER,
+    "task.losses.features.student_blocks": SMALLER,
     "task.losses.features.teacher_blocks": [{**PAIRS, f"{FEATURES}teacher_blocks": [0, 2]}],
-    "student.config": [{"student": {"config": name}} for name in ("student.json", "phi.json", "dropout.json")],
-    "student.path": [{"student": {"path": name}} for name in ("untied", "phi")],
-    "student.num_layers": [{"student": {"num_layers": count}, f"{LOSSES}alpha": 0.5} for count in (1, 3)],
-    "student.hidden_size": [{"student": {"hidden_size": 12, "num_layers": 3}}],
-    "student.num_attention_heads": [{"student": {"num_attention_heads": 2}}],
-    "student.num_key_value_heads": [{"student": {"num_key_value_heads": 1}}],
-    "student.intermediate_size": [{"student": {"intermediate_size": 20}}],
-    "data.kind": [{"data.kind": "text", "data.path": "texts"}, {"data.kind": "datasets"}],
-    "data.path": [{"data.path": "answers.jsonl"}],
-    "data.max_samples": [{"data.max_samples": 25}],
-    "data.max_length": [
-        {"data.path": path, "data.max_length": 11, "data.packing": packing}
-        for path in ("texts.jsonl", "answers.jsonl")
-        for packing in (False, True)
-    ],
-    "data.packing": [{"data.path": path, "data.packing": True} for path in ("texts.jsonl", "answers.jsonl")],
-    "data.held_out": [{"data.held_out": share} for share in (0.3, 0.0)],
+    **{f"student.{key}": STUDENTS for key in ("config", "path")},
+    **{f"student.{key}": SMALLER for key in CUTS},
+    **{f"data.{key}": DATA for key in ("kind", "path", "max_samples", "held_out")},
+    **{f"data.{key}": PACKED for key in ("max_length", "packing")},
     "cache.form": [
         {**CACHED, **MIXED, "cache.form": form, f"{DIVERGENCE}temperature": 2.0, "data.packing": packing}
         for form, packing in (("hidden", False), ("topk", True), ("sampled", False), ("topk+sampled", True))
@@ -99,10 +138,7 @@ def folder(tmp_path_factory) -> Path:
     return language_folder(tmp_path_factory.mktemp("language"))
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [pytest.param(row, id=f"{key}-{number}") for key, rows in ROWS.items() for number, row in enumerate(rows)],
-)
+@pytest.mark.parametrize("changes", unique_rows(ROWS))
 def test_the_product_is_the_plain_loop(folder, tmp_path, changes):
     recipe = language_recipe(folder, tmp_path, changes)
     if recipe.teacher.placement == "cached":
@@ -111,7 +147,8 @@ def test_the_product_is_the_plain_loop(folder, tmp_path, changes):
     assert_same(run(recipe), *train_plainly(recipe))
 
 
-def test_every_key_has_a_row():
+def test_every_key_has_a_row_that_changes_it():
+    assert [key for key, rows in ROWS.items() if not any(changes_key(row, key) for row in rows)] == []
     keys = keys_of(LanguageRecipe, SECTIONS)
     held = ROWS.keys() | ELSEWHERE.keys()
     assert [key for key in keys if key not in held] == []

@@ -201,27 +201,29 @@ STAGE_CHANGES: list[tuple[Change, str | None]] = [
 """What is changed, and the field of the stage's key that says so; None where the tokens are the same."""
 
 
+@pytest.fixture(scope="module")
+def stage(folder, tmp_path_factory) -> dict[str, dict[str, Any]]:
+    return stages_of(folder, tmp_path_factory.mktemp("stage"), {})
+
+
+def stages_of(folder: Path, place: Path, changes: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The key of each tokenised stage that a recipe makes, by its folder's name."""
+    build_task(language_recipe(folder, place, {"cache_dir": str(place / "stages"), **changes}))
+    return {file.parent.name: json.loads(file.read_text()) for file in place.glob("stages/*/key.json")}
+
+
 @pytest.mark.parametrize(("change", "field"), STAGE_CHANGES, ids=[named(change) for change, _ in STAGE_CHANGES])
-def test_what_changes_the_tokens_is_another_stage(folder, tmp_path, change, field):
-    base = {"cache_dir": str(tmp_path / "stages")}
-    files, changes = after(change, base, folder, tmp_path)
-    found = []
-    for root, of in ((folder, base), (files, changes)):
-        build_task(language_recipe(root, tmp_path, of))
-        found.append({file.parent.name: json.loads(file.read_text()) for file in tmp_path.glob("stages/*/key.json")})
-    before, both = found
-    assert len(both) == (1 if field is None else 2)
-    if field is not None:
-        (first,), (other,) = before.values(), (key for name, key in both.items() if name not in before)
-        assert field in changed(first, other)
+def test_what_changes_the_tokens_is_another_stage(folder, tmp_path, stage, change, field):
+    files, changes = after(change, {}, folder, tmp_path)
+    ((name, key),), ((other_name, other_key),) = stage.items(), stages_of(files, tmp_path, changes).items()
+    assert (name != other_name) == (field is not None)
+    assert field is None or field in changed(key, other_key)
 
 
-def test_every_field_of_the_stage_s_key_has_a_row(folder, tmp_path):
-    build_task(language_recipe(folder, tmp_path, {"cache_dir": str(tmp_path / "stages")}))
-    (file,) = tmp_path.glob("stages/*/key.json")
-    # A file read by `datasets` has a split; its number is that of the program's version of the stage.
+def test_every_field_of_the_stage_s_key_has_a_row(stage):
+    # A file read by `datasets` has a split; the format's number is that of the program's version of the stage.
     rows = {field for _, field in STAGE_CHANGES} | {"split", "format"}
-    assert json.loads(file.read_text()).keys() <= rows
+    assert all(key.keys() <= rows for key in stage.values())
 
 
 def test_another_split_of_a_data_set_is_another_stage(folder, tmp_path):

@@ -1,5 +1,7 @@
 """Prompts that stand in the data more than once: every sample is drawn, trained, shown and judged with its own text."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
@@ -45,7 +47,7 @@ def repeated(request, make_recipe, tmp_path):
 
 def test_the_rollout_draws_each_sample_from_its_own_prompt(repeated, pipelines):
     recipe, _, _, prompts = repeated("live")
-    store = LatentStore(next(recipe.stages_dir.own.glob("rollout-*")))
+    store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     pipeline = WanPipeline.from_pretrained(pipelines[1])
     pipeline.set_progress_bar_config(disable=True)
     noise = torch.stack([draws.noise(recipe.seed, 0, i, (4, 1, 4, 4), "rollout") for i in range(len(prompts))])

@@ -45,7 +45,8 @@ def test_tensorboard_shows_one_series_whose_steps_never_go_back(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     recipe = recipe_with(tmp_path / "run", "tensorboard")
-    for steps in (range(1, 9), range(6, 8), range(6, 13)):
+    # The first one died before it had a checkpoint: the second starts at step 1 again.
+    for steps in (range(1, 4), range(1, 9), range(6, 8), range(6, 13)):
         session(recipe, steps)
     events = EventAccumulator(str(tmp_path / "run" / "tracking" / "distiller"))
     events.Reload()
@@ -103,7 +104,6 @@ def test_pieces_share_a_group_and_online_a_run(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "k")
     online = options_of(recipe, run, 6)["wandb"]
     assert (online["mode"], online["id"], online["resume"]) == ("online", run.id, "allow")
-    assert options_of(recipe, run, 1)["tensorboard"] == {}
 
 
 def _records(file: bytes) -> Iterator[bytes]:

@@ -97,8 +97,8 @@ def test_a_resumed_run_says_from_where_and_its_summary_covers_all_sessions(make_
     run(make_recipe(train=train | {"max_steps": 6}, **options), resume=True)
     second_s = time.perf_counter() - began
     said = capsys.readouterr().err
-    assert said.count("distiller: --resume: ") == 1
-    assert f"distiller: --resume: continues from {folder}/checkpoints/step-3, with step 4 of 6\n" in said
+    assert said.count("note: --resume: ") == 1
+    assert f"note: --resume: continues from {folder}/checkpoints/step-3, with step 4 of 6\n" in said
     summary = json.loads((folder / "summary.json").read_text())
     assert (first["sessions"], summary["sessions"]) == (1, 2)
     progress = CheckpointReader(folder / "checkpoints" / "step-3").progress
@@ -113,11 +113,11 @@ def test_resume_is_loud_where_there_is_nothing_to_resume(make_recipe, tmp_path, 
     """As with a misspelt output_dir; the contract is that it starts at step 1."""
     options = {"cache_dir": str(tmp_path / "cache"), "checkpoint": {"at_end": False}, "train": {"max_steps": 1}}
     folder = run(make_recipe(**options), resume=True)
-    words = f"distiller: --resume: {folder} holds no run (is output_dir right?); this is a new one, from step 1\n"
+    words = f"warning: --resume: {folder} holds no run (is output_dir right?); this is a new one, from step 1\n"
     assert words in capsys.readouterr().err
     fresh()
     run(make_recipe(**(options | {"train": {"max_steps": 2}})), resume=True)
-    words = f"distiller: --resume: the run in {folder} has no complete checkpoint yet; it starts again at step 1\n"
+    words = f"warning: --resume: the run in {folder} has no complete checkpoint yet; it starts again at step 1\n"
     assert words in capsys.readouterr().err
     fresh()
     commands.train(make_recipe(**(options | {"checkpoint": {}, "train": {"max_steps": 3}})), resume=True)

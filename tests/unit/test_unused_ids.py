@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distiller import commands
 from distiller.build import build_task
 from distiller.cache.key import content_key
 from distiller.caching import make_cache
 from distiller.language.batch import IGNORED
+from distiller.language.exporting import reader_of
+from distiller.language.logits import PLAIN, TokenIds
 from distiller.recipe_file import parse
 from tests import toy_causal_lm, toys
 
@@ -78,7 +82,7 @@ def share_of_unused(student: Path, task: Any) -> float:
     return float(torch.cat(shares).mean())
 
 
-@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("alpha", [1.0, pytest.param(0.5, marks=pytest.mark.slow)])
 def test_a_student_with_more_ids_than_tokens_keeps_them_down(teachers, tmp_path, capsys, alpha):
     file = toy_causal_lm.write_config(
         tmp_path / "s.json", toy_causal_lm.llama_config(vocab_size=64, num_hidden_layers=1)
@@ -135,7 +139,9 @@ def test_padding_logits_change_no_number(teachers, tmp_path, fresh, capsys):
     assert len(lines[0].split()) > 1
 
 
-@pytest.mark.parametrize("form", ["hidden", "topk", "topk+sampled"])
+@pytest.mark.parametrize(
+    "form", ["hidden", "topk", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sampled", "topk+sampled"))]
+)
 def test_caches_know_no_padding_either(teachers, tmp_path, fresh, form):
     first = {}
     for name in ("plain", "padded"):
@@ -149,6 +155,38 @@ def test_caches_know_no_padding_either(teachers, tmp_path, fresh, form):
         commands.train(recipe, False)
         first[name] = losses(Path(recipe.output_dir), "loss/divergence")[0]
     assert first["padded"] == pytest.approx(first["plain"], rel=1e-5)
+
+
+def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
+    """A tokenizer whose last word has id 25: three ids below it stand for nothing, and 38 above."""
+    words = {word: number for number, word in enumerate((*toy_causal_lm.SPECIAL, *toy_causal_lm.WORDS))}
+    rules = Tokenizer(models.WordLevel(words | {"here": 25}, unk_token="<unk>"))
+    rules.pre_tokenizer = pre_tokenizers.Whitespace()
+    named = {"pad_token": "<pad>", "eos_token": "<eos>", "unk_token": "<unk>", "bos_token": "<eos>"}
+    folder = tmp_path / "holes"
+    shutil.copytree(teachers["padded"], folder)
+    PreTrainedTokenizerFast(tokenizer_object=rules, **named).save_pretrained(folder)
+    task: Any = build_task(recipe_of(tmp_path, folder))
+    assert task.network.ids == TokenIds(26, (22, 23, 24))
+    assert "41 of the teacher's 64 ids and 41 of the student's 64 ids stand for no token" in task.notices[0]
+    task.run_stages(toys.ALONE, None)
+    row = next(row for row in (task._source.load()[0, number] for number in range(9)) if 25 in row.labels)
+    batch = task.collate([row])
+    model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()
+    keep, known = row.labels != IGNORED, [number for number in range(26) if number not in (22, 23, 24)]
+    with torch.no_grad():
+        outputs = {"hidden": model.base_model(batch.batch.input_ids).last_hidden_state}
+        trained, plain = task.build_student(), task._student.build()
+        loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
+        inputs = row.input_ids[None]
+        teacher, student = (of(inputs).logits[0, keep].double() for of in (model, plain))
+    p, q = teacher[:, known].log_softmax(1), student[:, known].log_softmax(1)
+    assert float(loss.terms["divergence"]) == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
+    unused = -student.softmax(1)[:, known].sum(1).log().sum()
+    assert float(loss.terms["unused_ids"]) == pytest.approx(float(unused), rel=1e-4)
+    with torch.no_grad():
+        says = task._continue(reader_of(model, torch.device("cpu"), PLAIN, task.network.ids), [[3, 4], [5]])
+    assert {token for row in says for token in row} <= set(known)
 
 
 def test_a_cache_that_was_made_over_padding_is_another_one(teachers, tmp_path):
