@@ -120,7 +120,9 @@ def test_commands_read_a_run_from_any_folder_and_after_it_was_moved(work, tmp_pa
 
 def test_names_that_are_no_paths_of_this_machine_stay_as_they_are(work):
     recipe = with_absolute_paths(
-        recipe_of("teacher.path=owner/name", "data.path=asset:digits-prompts.txt", "cache_dir=~/stages")
+        recipe_of(
+            "task.kind=diffusion", "teacher.path=owner/name", "data.path=asset:digits-prompts.txt", "cache_dir=~/stages"
+        )
     )
     assert (recipe.teacher.path, recipe.data.path) == ("owner/name", "asset:digits-prompts.txt")
     assert recipe.cache_dir == os.path.expanduser("~/stages")
