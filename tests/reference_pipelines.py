@@ -78,12 +78,18 @@ def latent_shape(task: Options) -> tuple[int, ...]:
     return channels, (task["num_frames"] - 1) // 4 + 1, height, width
 
 
-def roll_out(pipeline: Any, options: Options, prompts: list[str], texts: dict[str, dict[str, Tensor]]) -> Options:
+def roll_out(
+    pipeline: Any,
+    options: Options,
+    prompts: list[str],
+    texts: dict[str, dict[str, Tensor]],
+    purpose: str = "rollout",
+) -> Options:
     """What the pipeline itself draws, one drawing for each entry of `prompts`, and every step's input and output."""
     kind, sampling, seed, count = kind_of(pipeline), options["sampling"], options["seed"], len(prompts)
     task, negative = options["task"], texts[options["task"]["guidance"]["negative_prompt"]]
     shape = latent_shape(task)
-    noise = torch.stack([torch.randn(shape, generator=generator(seed, 0, i, "rollout")) for i in range(count)])
+    noise = torch.stack([torch.randn(shape, generator=generator(seed, 0, i, purpose)) for i in range(count)])
     condition = stack([texts[prompt] for prompt in prompts])
     call: Options = {
         "prompt_embeds": condition["text"],
@@ -103,7 +109,7 @@ def roll_out(pipeline: Any, options: Options, prompts: list[str], texts: dict[st
         call["pooled_prompt_embeds"] = condition["pooled"]
         call["negative_pooled_prompt_embeds"] = negative["pooled"].expand_as(condition["pooled"])
     else:
-        call["generator"] = [generator(seed, 0, i, "rollout steps") for i in range(count)]
+        call["generator"] = [generator(seed, 0, i, f"{purpose} steps") for i in range(count)]
     inputs, outputs, timesteps = [], [], []
     scheduler = pipeline.scheduler
     step, scale = scheduler.step, scheduler.scale_model_input if kind == "sd" else None

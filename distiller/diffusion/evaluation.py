@@ -143,13 +143,14 @@ class _Errors:
         self._error = self._energy = 0.0
 
     def add(self, timestep: float, ours: Tensor, theirs: Tensor, is_last: bool) -> None:
-        error = (ours.float() - theirs).square().mean().item()
+        """Of each sample on its own, since the last batch may be smaller than the others."""
+        errors = (ours.float() - theirs).square().flatten(1).mean(1).tolist()
         band = min(int(NUM_BANDS * self._process.share_of(timestep)), NUM_BANDS - 1)
-        self._bands[band].append(error)
+        self._bands[band] += errors
         if is_last:
-            self._last.append(error)
-        self._error += error
-        self._energy += theirs.square().mean().item()
+            self._last += errors
+        self._error += sum(errors)
+        self._energy += theirs.square().flatten(1).mean(1).sum().item()
 
     def by_band(self) -> dict[str, float]:
         name = self._process.share_name

@@ -1,0 +1,93 @@
+"""The figures of `evaluate` against the pipelines: what teacher and student draw, and predict on the teacher's way."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distiller.tasks import open_task
+from tests import reference_diffusion, reference_pipelines
+from tests.reference_rows import FIVE_STEPS
+from tests.reference_toys import make_folder, pipeline_in, recipe_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")
+CPU = torch.device("cpu")
+# The last batch is smaller than the others.
+FIVE_DRAWINGS = {"evaluation.num_samples": 5, "evaluation.batch_size": 3}
+QUANTITIES = {"wan": "velocity", "sd3": "velocity", "sd": "noise"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_folder(tmp_path_factory.mktemp("evaluation"))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "keys"),
+    [
+        ("wan", {}),
+        ("wan", {"sampling.guidance_scale": 3.0, "task.guidance.negative_prompt": "blue dog"}),
+        # The student has learnt guided predictions, and is drawn without guidance.
+        ("wan", {"sampling.guidance_scale": 3.0, "task.guidance.scale": 3.0}),
+        ("wan2", FIVE_STEPS | {"sampling.guidance_scale": 3.0}),
+        ("sd3", {"sampling.guidance_scale": 3.0}),
+        ("sd-euler", {"sampling.guidance_scale": 3.0}),
+    ],
+)
+def test_figures_are_those_of_the_pipelines(folder, tmp_path, pipeline, keys):
+    recipe = recipe_of(folder, pipeline, tmp_path, FIVE_DRAWINGS | keys)
+    options = recipe.model_dump(mode="json")
+    teacher = reference_pipelines.load(str(pipeline_in(folder, pipeline)))
+    kind = reference_pipelines.kind_of(teacher)
+    student, _ = reference_diffusion.build_student(teacher, options)
+    student.eval().save_pretrained(tmp_path / "student")
+    report = open_task(recipe).evaluate(tmp_path, torch.float32, CPU)
+
+    prompts = reference_diffusion.read_data(teacher, options)[0][:5]
+    negative = options["task"]["guidance"]["negative_prompt"]
+    texts = reference_pipelines.encode(teacher, [*prompts, negative], options["task"]["max_sequence_length"])
+    theirs = reference_pipelines.roll_out(teacher, options, prompts, texts, "evaluation")
+    is_guided = options["sampling"]["guidance_scale"] > 1 and options["task"]["guidance"]["scale"] is None
+    scale = options["sampling"]["guidance_scale"] if is_guided else 1.0
+    as_student: dict[str, Any] = {**options, "sampling": options["sampling"] | {"guidance_scale": scale}}
+    ours = reference_pipelines.roll_out(with_student(teacher, student), as_student, prompts, texts, "evaluation")
+    assert report["final_latent_mse"] == pytest.approx(mean_square(ours["latents"] - theirs["latents"]), rel=1e-5)
+
+    condition = reference_pipelines.stack([texts[prompt] for prompt in prompts])
+    empty = reference_pipelines.stack([texts[negative]] * 5)
+    errors, bands = [], {}
+    for step, timestep in enumerate(theirs["timesteps"]):
+        inputs = theirs["inputs"][:, step], torch.full((5,), timestep)
+        with torch.no_grad():
+            prediction = reference_pipelines.predict(kind, student, *inputs, condition)
+            if scale > 1:
+                blank = reference_pipelines.predict(kind, student, *inputs, empty)
+                prediction = blank + scale * (prediction - blank)
+        errors.append(mean_square(prediction - theirs["outputs"][:, step]))
+        bands.setdefault(min(int(4 * timestep / 1000), 3), []).append(errors[-1])
+    name = QUANTITIES[kind]
+    assert report[f"{name}_mse_last_step"] == pytest.approx(errors[-1], rel=1e-5)
+    energy = mean_square(theirs["outputs"]) * len(errors)
+    assert report[f"{name}_relative"] == pytest.approx(sum(errors) / energy, rel=1e-5)
+    expected = [sum(values) / len(values) for _, values in sorted(bands.items())]
+    assert list(report[f"{name}_mse"].values()) == pytest.approx(expected, rel=1e-5)
+
+
+def with_student(teacher: Any, student: Any) -> Any:
+    """The teacher's pipeline with the student in its place; of two experts, in the place of both."""
+    parts = dict(teacher.components)
+    parts["unet" if "unet" in parts else "transformer"] = student
+    if "transformer_2" in parts:
+        parts["transformer_2"] = None
+    if "safety_checker" in parts:
+        parts["requires_safety_checker"] = False
+    made = type(teacher)(**parts)
+    made.set_progress_bar_config(disable=True)
+    return made
+
+
+def mean_square(values: torch.Tensor) -> float:
+    return values.double().square().mean().item()
