@@ -148,7 +148,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
         config = json.loads(self.files.anatomy.config.to_json_string(use_diff=False))
-        return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+        inputs = {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+        # Caches without this were made when all of these had another dtype than the library gives them.
+        others = self.files.anatomy.other_dtypes(dtype)
+        return inputs | ({"other_dtypes": others} if others else {})
 
     def cached_form(self) -> dict[str, Any]:
         return self._form.describe()
