@@ -45,6 +45,12 @@ own `from_pretrained`. "float32" and "bfloat16": the largest difference of two l
 "read": `directly`, or `converted`: the library changes tensors while it loads them, so a converted copy is made once.
 """
 CHANGES: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "dbrx": {"attn_config": {"rope_theta": 10000.0, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "deepseek_v2": {"moe_intermediate_size": 1408, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "dots1": {"n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4},
     "falcon": {"hidden_size": 512, "num_attention_heads": 8, "num_kv_heads": 8, "ffn_hidden_size": 2048},
@@ -53,6 +59,8 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},
     "nemotron": {"num_key_value_heads": 48},
+    "nemotron_h": {"moe_intermediate_size": 2048},
+    "olmo_hybrid": {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 8},
     "reformer": {"is_decoder": True},
 }
 """What a default config lacks."""

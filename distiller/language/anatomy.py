@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,8 +112,12 @@ class Anatomy:
 
     def new_skeleton(self) -> Any:
         """The whole model on the meta device, with trainable weights, tied ones as one."""
+        return self._skeleton(torch.float32)
+
+    def _skeleton(self, dtype: torch.dtype) -> Any:
         with _empty_weights():
-            whole: Any = new_model(self.config, self.trusts_code)
+            # A copy, since the library writes the dtype into the config that it is given.
+            whole: Any = new_model(copy.deepcopy(self.config), self.trusts_code, dtype)
         whole.tie_weights()
         return whole
 
@@ -121,7 +126,7 @@ class Anatomy:
 
         In float32 stays what the library keeps in it, such as the bias by which a router chooses its experts.
         """
-        whole = self.new_skeleton()
+        whole = self._skeleton(dtype)
         kept = self.kept_in_float32(dtype)
         body: Any = whole.base_model
         saved = {id(tensor) for tensor in body.state_dict(keep_vars=True).values()}
@@ -141,6 +146,19 @@ class Anatomy:
                     # A tensor of several names stays one.
                     table[name] = changed[id(tensor)]
         return body.eval()
+
+    def other_dtypes(self, dtype: torch.dtype) -> dict[str, str]:
+        """The body's tensors by which a model of this dtype is more than its weights rounded to it.
+
+        Weights that the library keeps in float32, and buffers of this dtype. None in float32.
+        """
+        if dtype == torch.float32:
+            return {}
+        body = self.body_skeleton(dtype)
+        kept = {name: value for name, value in body.named_parameters() if value.dtype != dtype}
+        saved = body.state_dict()
+        buffers = {name: value for name, value in body.named_buffers() if name in saved or value.dtype == dtype}
+        return {name: str(value.dtype) for name, value in (kept | buffers).items() if value.is_floating_point()}
 
     def body_name(self, stored: str) -> str | None:
         """What a tensor of the files is called in the body; None for the output layer's and what is ignored."""
@@ -191,8 +209,11 @@ def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:
     return max(1 + max(kinds.index(kind) for kind in set(kinds)), min(2, len(blocks)))
 
 
-def new_model(config: Any, trusts_code: bool) -> Any:
-    """A model of the library with new weights in float32, drawn from torch's global random state."""
+def new_model(config: Any, trusts_code: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """A model of the library with new weights, drawn from torch's global random state.
+
+    Buffers that are not saved are those of the library's model in this dtype.
+    """
     # Under ZeRO-3 the library would otherwise make it of shards, whose values nobody can fill in.
     unset_hf_deepspeed_config()
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusts_code)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusts_code)

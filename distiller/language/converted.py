@@ -126,7 +126,7 @@ def stored_dtype(anatomy: Anatomy, stored: Mapping[str, StoredTensor]) -> torch.
 def _read(anatomy: Anatomy, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     unset_hf_deepspeed_config()
     try:
-        return AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=anatomy.config,
             use_safetensors=True,
@@ -135,5 +135,6 @@ def _read(anatomy: Anatomy, folder: Path, origin: str, **options: Any) -> tuple[
             output_loading_info=True,
             **options,
         )
+        return loaded
     except (RuntimeError, ValueError, OSError) as error:
         raise UserError(f"{origin}: transformers cannot read its weights ({' '.join(str(error).split())})") from error

@@ -175,7 +175,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if self._task.trust_remote_code:
             # Read with its own code, a config holds the path that it was read from.
             config["_name_or_path"] = ""
-        return {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+        inputs = {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+        # Caches without this were made when all of these had another dtype than the library gives them.
+        others = self.files.anatomy.other_dtypes(dtype)
+        return inputs | ({"other_dtypes": others} if others else {})
 
     def cached_form(self) -> dict[str, Any]:
         return self._form.describe()

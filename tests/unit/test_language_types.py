@@ -159,3 +159,16 @@ def test_infinity_in_a_config_is_a_number(tmp_path):
     assert "__float__" in json.dumps(json.loads((tmp_path / "teacher" / "config.json").read_text()))
     found = find_model("teacher", str(tmp_path / "teacher"), None, None, tmp_path, trusts_code=False)
     assert found.anatomy.config.time_step_limit[1] == float("inf")
+
+
+def test_what_half_precision_does_not_round_is_in_a_caches_key(tmp_path):
+    """Of a Llama nothing, so that its caches stay as they are."""
+    for kind, changes, expected in (
+        ("llama", {}, set()),
+        ("deepseek_v3", DEEPSEEK, {f"layers.1.mlp.gate.{part}" for part in ("weight", "e_score_correction_bias")}),
+    ):
+        folder = tmp_path / kind
+        language_sweep.save(config_of(kind, **changes), folder)
+        found = find_model("teacher", str(folder / "teacher"), None, None, tmp_path, trusts_code=False)
+        assert set(found.anatomy.other_dtypes(torch.bfloat16)) == expected
+        assert found.anatomy.other_dtypes(torch.float32) == {}
