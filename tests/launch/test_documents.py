@@ -104,10 +104,13 @@ RUN_FILES = {
     "summary.json",
     "samples.png",
     "samples.txt",
+    "samples-1.png",
+    "evaluation-step-N.json",
     "prompts.txt",
     "metadata.jsonl",
 }
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
+LIBRARY_FILES |= {"model.safetensors.index.json", "adapter_config.json"}
 FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
 
