@@ -65,6 +65,9 @@ JOINING_TYPES = frozenset(
 Found with transformers 5.24 by small models of every type's default config; the last line by their recurrent layers.
 """
 
+OTHER_LOGITS_TYPES = frozenset(["prophetnet"])
+"""Model types whose logits are not those of the last hidden states, and of which no small model can be made."""
+
 MOST_PARAMETERS = 150_000_000
 """Of the small model: some configs have no width that can be divided."""
 VOCABULARY = 128
@@ -101,6 +104,8 @@ def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
     kind, behaviour = anatomy.config.model_type, observe(anatomy)
     if behaviour is None:
         separates = kind not in JOINING_TYPES
+        if kind in OTHER_LOGITS_TYPES:
+            raise UserError(f"{origin}: model type {kind} makes its logits of other hidden states; give another model")
     else:
         separates = behaviour.separates
         if not behaviour.has_plain_logits:
