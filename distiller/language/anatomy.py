@@ -139,7 +139,8 @@ class Anatomy:
                         continue
                     if id(tensor) not in changed:
                         full = f"{self.body_prefix}{prefix}.{name}"
-                        own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else dtype
+                        # Else in the dtype that its class gives it: some are float32 whatever the model's is.
+                        own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else tensor.dtype
                         value = tensor.detach().to("meta", own)
                         is_parameter = table is module._parameters
                         changed[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value

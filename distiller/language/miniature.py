@@ -66,6 +66,9 @@ JOINING_TYPES = frozenset(
 Found with transformers 5.24 by small models of every type's default config; the last line by their recurrent layers.
 """
 
+OTHER_LOGITS_TYPES = frozenset(["prophetnet"])
+"""Model types whose logits are not those of the last hidden states, and of which no small model can be made."""
+
 MOST_PARAMETERS = 150_000_000
 """Of the small model: some configs have no width that can be divided."""
 VOCABULARY = 128
@@ -104,6 +107,8 @@ def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
     keys = " ".join(f"{key} {value}" for key, value in suspicious_keys(anatomy.config).items())
     if behaviour is None:
         separates = kind not in JOINING_TYPES
+        if kind in OTHER_LOGITS_TYPES:
+            raise UserError(f"{origin}: model type {kind} makes its logits of other hidden states; give another model")
         if keys and anatomy.logit_change.is_plain:
             raise UserError(
                 f"{origin}: what model type {kind} does to its logits by {keys} of its config is not known, and no "

@@ -162,7 +162,13 @@ def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
     if options.num_layers is not None:
         _check_at_most("num_layers", options.num_layers, anatomy.num_blocks)
         kept = evenly_spaced(options.num_layers, anatomy.num_blocks)
-        keep_layers(config, kept, anatomy.num_blocks)
+        try:
+            keep_layers(config, kept, anatomy.num_blocks)
+        except NotImplementedError as error:
+            raise UserError(
+                f"student.num_layers is {options.num_layers} and a {type(config).__name__} cannot be cut to so many "
+                f"({error}); give student.config"
+            ) from error
     asked = [key for key in WIDTHS if getattr(options, key) is not None]
     if not asked:
         return config
