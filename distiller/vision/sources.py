@@ -97,7 +97,9 @@ class DatasetPictures(Pictures):
             raise UserError(f"data.path: {data.path} is not a data set saved with save_to_disk ({reason})") from error
         if isinstance(loaded, datasets.DatasetDict):
             if data.split not in loaded:
-                raise UserError(f"data.split: {data.path} has no {data.split!r}; there are {', '.join(loaded)}")
+                raise UserError(
+                    f"data.split: {data.path} has no {data.split!r}; there are {', '.join(map(str, loaded))}"
+                )
             loaded = loaded[data.split]
         for key, column in (("image_column", data.image_column), ("label_column", data.label_column)):
             if column not in loaded.column_names:
