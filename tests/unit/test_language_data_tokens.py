@@ -71,12 +71,12 @@ def test_tools_that_a_template_leaves_out_are_refused(tmp_path):
 
 
 def test_a_tokenizers_own_template_for_tools_is_taken(tmp_path):
-    """Also where it marks what is learnt and the other one does not."""
-    templates = {"default": CHAT, "tool_use": "{{ tools[0].name }}" + MARKED_CHAT}
+    """It marks what is learnt, without which it would be refused, and the other one does not."""
+    templates = {"default": CHAT, "tool_use": "{{ tools[0].name }}{{ messages | length }}" + MARKED_CHAT}
     tokenizer = DocumentTokenizer(byte_level(tmp_path, templates))
     chats = [Chat("", MESSAGES), Chat("", MESSAGES, {"tools": TOOLS}), Chat("", MESSAGES)]
     found = [tokenizer._tokenizer.decode(document.tokens) for document in tokenizer.tokenise(chats)]
-    assert found == [found[0], f"f{found[0]}", found[0]]
+    assert found == [found[0], f"f5{found[0]}", found[0]]
 
 
 def test_templates_that_cannot_say_what_is_the_answer_are_refused_by_name(tmp_path):
