@@ -138,8 +138,9 @@ def compare(kind: str, model: Path, folder: Path) -> Row:
     batch = collate([toy_causal_lm.sample(number, length) for number, length in enumerate((12, 16, 5))], pad_id=0)
     found = {}
     for dtype in (torch.float32, torch.bfloat16):
-        expected = library_logits(model, batch, dtype)
         ours = teacher_logits(task, recipe, batch, dtype)
+        # Ids that stand for no token are compared by nothing.
+        expected = library_logits(model, batch, dtype)[..., : ours.shape[-1]]
         counts = batch.labels.flatten() != -100
         difference = (ours - expected).flatten(0, 1)[counts].abs().max()
         found[dtype] = float(difference / expected.abs().max())

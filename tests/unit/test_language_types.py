@@ -19,7 +19,7 @@ from distiller.recipe_file import parse
 from tests import language_sweep, toy_causal_lm
 
 SMALL = {
-    "vocab_size": 32,
+    "vocab_size": toy_causal_lm.VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,

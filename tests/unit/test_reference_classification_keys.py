@@ -142,7 +142,7 @@ def key_of(folder: Path, place: Path, changes: dict[str, Any]) -> dict[str, Any]
 def stage_of(folder: Path, place: Path, changes: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Where the trained teacher would lie, and its key."""
     task: Any = build_task(classification_recipe(folder, place, {"cache_dir": str(place), **BARE, **changes}))
-    return task.missing_stage(torch.float32), flatten(task._trained._stage.key)
+    return task.missing_stage(torch.float32), flatten(task._trained.stage.key)
 
 
 def changed(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
