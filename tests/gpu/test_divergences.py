@@ -26,6 +26,7 @@ pytestmark = [
     # The compiler on its own choices.
     pytest.mark.filterwarnings("ignore:.*[Oo]nline softmax is disabled:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*TensorFloat32 tensor cores:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
 ]
 NUM_TOKENS, CHUNK, VOCABULARY, TEACHER_VOCABULARY, WIDTH = 700, 256, 5003, 4999, 256
 NUM_IDS, CHANGE = 4990, LogitChange(0.5, 8.0)

@@ -22,7 +22,10 @@ from tests.launch.launching import CONFIGS, begin
 from tests.launch.test_bad_batches import make_toy
 from tests.toy_task import DIM, LinearTeacher, TokenTask, build_toy_run, toy_recipe
 
-pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 ENDLESS = ["train.max_steps=1000000", "checkpoint.every_steps=1000000", "train.batch_size=4"]
 

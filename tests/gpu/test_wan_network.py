@@ -15,7 +15,10 @@ from tests import toys
 from tests.gpu.ranks import NUM_GPUS
 from tests.unit.test_wan_network import inputs_for
 
-pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU"),
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning"),
+]
 
 
 @pytest.fixture
