@@ -27,6 +27,12 @@ Change = dict[str, Any] | Callable[[Path], None]
 """Dotted keys of the recipe, or what is done to the files of its folder."""
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows name folders relative to the working directory, and stages are made there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def other_weights(folder: Path) -> None:
     file = folder / "resnet" / "model.safetensors"
     weights = load_file(file)
@@ -142,7 +148,7 @@ def key_of(folder: Path, place: Path, changes: dict[str, Any]) -> dict[str, Any]
 def stage_of(folder: Path, place: Path, changes: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """Where the trained teacher would lie, and its key."""
     task: Any = build_task(classification_recipe(folder, place, {"cache_dir": str(place), **BARE, **changes}))
-    return task.missing_stage(torch.float32), flatten(task._trained._stage.key)
+    return task.missing_stage(torch.float32), flatten(task._trained.stage.key)
 
 
 def changed(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
