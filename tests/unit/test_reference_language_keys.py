@@ -27,6 +27,12 @@ Change = dict[str, Any] | Callable[[Path], None]
 """Dotted keys of the recipe, or what is done to the files of its folder."""
 
 
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows name folders relative to the working directory, and stages are made there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def other_weights(folder: Path) -> None:
     file = folder / "teacher" / "model.safetensors"
     weights = load_file(file)
