@@ -51,7 +51,8 @@ ROWS = [
     Row("wan", {"task.num_frames": 5}),
     Row("wan", {"task.max_sequence_length": None}),
     Row("wan", {"task.condition_dropout": 0.4}),
-    Row("wan", {"task.condition_dropout": 0.4}, GUIDED),
+    # What is dropped becomes the empty prompt, not the negative one.
+    Row("wan", {"task.condition_dropout": 0.4}, GUIDED | {"task.guidance.negative_prompt": "blue dog flies"}),
     # Noise levels.
     Row("wan", LOGIT_NORMAL),
     Row("wan", {"task.timesteps.logit_mean": 0.8}, LOGIT_NORMAL),
