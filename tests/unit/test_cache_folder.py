@@ -16,18 +16,6 @@ from distiller.stages import Stage
 from tests import classifiers, toy_causal_lm, toys
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def diffusion(folder: Path, **options: Any) -> dict[str, Any]:
     pipeline = toys.make_pipeline(folder / "teacher")
     evaluation = {"sample_prompts": ["a dog flies"]}

@@ -70,18 +70,6 @@ def make_data(teachers, pictures, tmp_path):
     return make
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def run(data: dict) -> Path:
     recipe = parse(data)
     commands.train(recipe, resume=False)

@@ -39,18 +39,6 @@ def make_recipe(teacher, tmp_path):
     return make
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def run(recipe: Any, resume: bool = False) -> Path:
     commands.train(recipe, resume)
     return Path(recipe.output_dir)

@@ -133,18 +133,6 @@ def test_loss_and_gradient_are_those_of_the_librarys_own_logits(tmp_path, monkey
     assert distance <= 1e-4 * torch.stack([value.norm() for value in wanted.values()]).norm()
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def test_caches_figures_and_texts_are_of_changed_logits(tmp_path, fresh):
     """A capped teacher and a student of another family, which scales; figures by the library's own forward passes."""
     teacher_path = toy_causal_lm.save_model(tmp_path / "teacher", config_of("gemma2"))

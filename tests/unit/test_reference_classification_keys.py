@@ -19,12 +19,11 @@ from distiller.cache.key import content_key
 from distiller.classification_config import ClassificationRecipe, TeacherTraining
 from distiller.sections import flatten
 from tests.beside_plain import keys_of
+from tests.key_tables import Change, after, changed, made_once, named
 from tests.reference_cases import classification_folder, classification_recipe
 
 CROPS = {"data.augmentation": "crop"}
 BARE = {"teacher.path": "bare", "teacher_training.max_steps": 1, "teacher_training.augmentation": "crop"}
-Change = dict[str, Any] | Callable[[Path], None]
-"""Dotted keys of the recipe, or what is done to the files of its folder."""
 
 
 @pytest.fixture(autouse=True)
@@ -151,35 +150,10 @@ def stage_of(folder: Path, place: Path, changes: dict[str, Any]) -> tuple[Path, 
     return task.missing_stage(torch.float32), flatten(task._trained.stage.key)
 
 
-def changed(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
-    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
-
-
-def after(change: Change, base: dict[str, Any], folder: Path, place: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder and the recipe's changes; files are changed in a copy, of the same times."""
-    if isinstance(change, dict):
-        return folder, base | change
-    mine = shutil.copytree(folder, place / "files")
-    change(mine)
-    return mine, base
-
-
 @pytest.fixture(scope="module")
 def keys(folder, tmp_path_factory) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """Keys of recipes, each made once."""
-    made: dict[str, dict[str, Any]] = {}
-
-    def of(changes: dict[str, Any]) -> dict[str, Any]:
-        name = repr(changes)
-        if name not in made:
-            made[name] = key_of(folder, tmp_path_factory.mktemp("place"), changes)
-        return made[name]
-
-    return of
-
-
-def named(change: Change) -> str:
-    return "-".join(change) if isinstance(change, dict) else change.__name__
+    return made_once(lambda changes: key_of(folder, tmp_path_factory.mktemp("place"), changes))
 
 
 @pytest.mark.parametrize(("change", "base", "fields"), CHANGES, ids=[named(change) for change, _, _ in CHANGES])

@@ -50,18 +50,6 @@ def teachers(tmp_path_factory) -> dict[str, Path]:
     return {"padded": padded, "plain": plain, "small": toy_causal_lm.save_model(folder / "small")}
 
 
-@pytest.fixture
-def fresh():
-    """Lets one test build several Accelerators."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    def reset() -> None:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-
-    return reset
-
-
 def recipe_of(folder: Path, path: Path, /, **sections: Any) -> Any:
     return parse(toy_causal_lm.recipe(folder, path, cache_dir=str(folder / "cache"), **sections))
 
