@@ -39,11 +39,11 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *(f"distiller/diffusion/{name}.py" for name in ("noising", "conditions", "rollout", "sources", "batch")),
             *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "drawing", "vae", "kl_vae")),
         ),
-        ("reference_diffusion*", "losses", "rollout*", "picture_training", "picture_families", "prompts", "training"),
+        ("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
     ),
     "keys": (
         ("distiller/cache/*.py", "distiller/stages.py", "distiller/data/*.py", "distiller/draws.py"),
-        ("reference_keys*", "cache", "stages", "order", "interrupted_stages", "picture_training", "prompts", "data*"),
+        ("order", "stages", "cache", "prompts", "pictures", "folders", "reference_keys", "reference_*_keys"),
     ),
     "language": (
         (
@@ -51,18 +51,18 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *("distiller/language/s*.py", "distiller/language/t*.py", "distiller/language/vocabulary.py"),
             *("distiller/language/network.py", "distiller/language/logit*.py", "distiller/tasks/causal_lm.py"),
         ),
-        ("reference_language*", "divergences", "chunked_divergence", "sparse_forms", "language_*", "bad_input"),
+        ("divergences", "chunked_divergence", "sparse_forms", "reference_language*", "language_data_*", "unused_ids"),
     ),
     "vision": (
         ("distiller/vision/*.py", "distiller/tasks/classification.py"),
-        ("reference_classification*", "classification", "pictures*", "bad_input"),
+        ("reference_classification*", "pictures", "classification"),
     ),
     "training": (
         (
             *("distiller/optim.py", "distiller/average.py", "distiller/health.py", "distiller/kept_buffers.py"),
             *("distiller/micro_batch.py", "distiller/data/order.py", "distiller/checkpoint/schedule.py"),
         ),
-        ("reference_training*", "optim", "trainer", "training", "order", "checkpoint", "faults"),
+        ("optim", "order", "reference_training", "trainer"),
     ),
 }
 """Group -> (files, names of the unit tests that run first)."""
