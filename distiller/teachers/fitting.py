@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
@@ -69,8 +69,11 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
 
 def fitting(
     needs: Mapping[str, Footprint], room: Room, options: Teacher, pack_devices: PackDevices | None, kept_share: float
-) -> list[str]:
-    """The placements that fit, fastest first. Communicates where `pack_devices` is given.
+) -> Iterator[str]:
+    """The placements that fit, fastest first, each looked for when it is asked for.
+
+    Communicates where `pack_devices` is given: a device map opens a context on every GPU of the node, which takes
+    memory there, so it is not made where something faster fits.
 
     Args:
         needs: of the placements that may run here.
@@ -87,10 +90,12 @@ def fitting(
         return needs[name].host <= room.host and (free is None or needs[name].gpu <= free)
 
     order = ON_CPUS if room.gpu is None else ONE_RANK if room.num_ranks == 1 else ON_GPUS
-    return [name for name in order if fits(name)]
+    return (name for name in order if fits(name))
 
 
-def check_fits(options: Teacher, needs: Mapping[str, Footprint], room: Room, others: Callable[[], list[str]]) -> None:
+def check_fits(
+    options: Teacher, needs: Mapping[str, Footprint], room: Room, others: Callable[[], Iterable[str]]
+) -> None:
     """Raises UserError when the placement takes more than there is, naming those that do fit.
 
     Args:
@@ -108,18 +113,18 @@ def check_fits(options: Teacher, needs: Mapping[str, Footprint], room: Room, oth
     if need > free:
         raise UserError(
             f"teacher.placement {name} takes {need / GIB:.2f} GiB {where} and the student leaves "
-            f"{max(free, 0) / GIB:.2f} GiB; {advice([other for other in others() if other != name])}"
+            f"{max(free, 0) / GIB:.2f} GiB; {advice(other for other in others() if other != name)}"
         )
 
 
-def advice(names: Collection[str]) -> str:
+def advice(names: Iterable[str]) -> str:
     """What to choose instead."""
-    if not names:
-        return "no placement fits, so choose a smaller teacher.dtype or a smaller student"
-    return f"these fit, fastest first: {', '.join(names)}"
+    if listed := ", ".join(names):
+        return f"these fit, fastest first: {listed}"
+    return "no placement fits, so choose a smaller teacher.dtype or a smaller student"
 
 
-def choose(whole: Footprint, room: Room, fits: Callable[[bool], list[str]], reserved: int) -> tuple[str, str]:
+def choose(whole: Footprint, room: Room, fits: Callable[[bool], Iterable[str]], reserved: int) -> tuple[str, str]:
     """`auto`: the placement, and why, in one line.
 
     Args:
@@ -135,7 +140,6 @@ def choose(whole: Footprint, room: Room, fits: Callable[[bool], list[str]], rese
         f"a whole teacher and the student take {(taken + students) / GIB:.2f} GiB of the {(free + students) / GIB:.2f} "
         f"that are {AUTO_SHARE:.0%} of what {place} has free"
     )
-    names = fits(True)
-    candidates = [name for name in names if name in AUTO] or [name for name in fits(False) if name in AUTO]
+    candidates = (name for with_activations in (True, False) for name in fits(with_activations) if name in AUTO)
     # Where nothing fits, `replicated` is refused with that advice.
-    return (candidates or ["replicated"])[0], f"{reason}; {advice(names)}"
+    return next(candidates, "replicated"), reason

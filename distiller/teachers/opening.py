@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 
 import torch
 
@@ -34,8 +34,7 @@ def decide(network: Network, setup: Setup) -> Setup:
     needs = {name: n for name, n in needs.items() if may_run(options, name, ranks.world_size, setup.under_deepspeed)}
     pack_devices = device_packing(network, setup) if everything.gpu is not None else None
 
-    @cache
-    def fits(with_activations: bool) -> list[str]:
+    def fits(with_activations: bool) -> Iterator[str]:
         if with_activations:
             return fitting(needs, spared, options, pack_devices, 1 - AUTO_SHARE)
         return fitting(needs, everything, options, pack_devices, ACTIVATION_SHARE)

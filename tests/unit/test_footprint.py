@@ -46,7 +46,7 @@ class Node:
 
     def fits(self, with_activations: bool) -> list[str]:
         share = AUTO_SHARE if with_activations else 1
-        return fitting(self.needs, self.room(share), self.setup.options, self.pack, 1 - share)
+        return list(fitting(self.needs, self.room(share), self.setup.options, self.pack, 1 - share))
 
     def choose(self) -> tuple[str, str]:
         return choose(self.needs["replicated"], self.room(AUTO_SHARE), self.fits, int(self.student_gib * GIB))
@@ -132,7 +132,24 @@ def test_a_single_process_spreads_the_teacher_before_it_streams():
     """Measured on two H200 with 24 GiB free, Wan 14B at 1,600 tokens: 371 ms spread, 615 ms streamed."""
     node = Node(2, 24, student_gib=1)
     alone = replace(node.room(AUTO_SHARE), num_ranks=1)
-    assert fitting(node.needs, alone, node.setup.options, node.pack, 0.2)[:3] == ["balanced", "sequential", "streamed"]
+    assert list(fitting(node.needs, alone, node.setup.options, node.pack, 0.2))[:3] == [
+        "balanced",
+        "sequential",
+        "streamed",
+    ]
+
+
+def test_no_device_map_is_made_where_something_faster_fits():
+    """A map looks at every GPU of the node, and a context there takes memory from the rank that trains on it."""
+    for node, chosen in ((Node(2, 80), "replicated"), (Node(2, 24), "streamed")):
+
+        def never(placement: str, kept_share: float) -> Packing:
+            raise AssertionError(placement)
+
+        def fits(with_activations: bool, node: Node = node):
+            return fitting(node.needs, node.room(AUTO_SHARE), node.setup.options, never, 0.2)
+
+        assert choose(node.needs["replicated"], node.room(AUTO_SHARE), fits, 0)[0] == chosen
 
 
 def test_auto_takes_what_leaves_nothing_for_activations_before_it_gives_up():
@@ -158,7 +175,7 @@ def test_one_large_gpu_is_enough_for_rank0():
     with pytest.raises(UserError, match="rank0 takes"):
         check_fits(node.setup.options, node.needs, replace(node.room(1), gpu_of_ranks=(60 * GIB, 10 * GIB)), others)
     needs, room = {"rank0": node.needs["rank0"]}, replace(node.room(1), gpu_of_ranks=(10 * GIB, 60 * GIB))
-    assert fitting(needs, room, node.setup.options, None, 0) == ["rank0"]
+    assert list(fitting(needs, room, node.setup.options, None, 0)) == ["rank0"]
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):
