@@ -111,9 +111,11 @@ class TokenIds:
     absent: tuple[int, ...] = ()
 
     @staticmethod
-    def of(*tokenizers: Any) -> TokenIds:
-        """The ids that any of these tokenizers of transformers has."""
+    def of(*tokenizers: Any, below: int | None = None) -> TokenIds:
+        """The ids that any of these tokenizers of transformers has; with `below`, those that are less than it."""
         known = {number for tokenizer in tokenizers for number in tokenizer.get_vocab().values()}
+        if below is not None:
+            known = {number for number in known if number < below}
         size = max(known, default=-1) + 1
         return TokenIds(size, tuple(sorted(set(range(size)) - known)))
 

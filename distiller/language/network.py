@@ -30,12 +30,15 @@ class LanguageNetwork(Network):
     module's dtype.
     """
 
-    def __init__(self, files: LanguageFiles) -> None:
+    def __init__(self, files: LanguageFiles, student_vocabulary: int | None = None) -> None:
+        """`student_vocabulary`: ids of the student's output layer; only ids that both models have are compared."""
         self._files, self.origin, self.module_names = files, files.origin, (BODY,)
         self.rename = files.anatomy.body_name
         anatomy = files.anatomy
         # Beyond the ids of tokens, what an output layer holds is padding, of which nothing need be true.
-        self.ids = TokenIds(anatomy.vocabulary) if files.tokenizer is None else TokenIds.of(files.tokenizer)
+        # A tokenizer may have ids that a model has no place for: of pictures, or a padding token added afterwards.
+        shared = min(anatomy.vocabulary, student_vocabulary or anatomy.vocabulary)
+        self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
         self.parameters_beside = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:

@@ -40,16 +40,19 @@ class LanguageSource:
         pad_id: what `collate` fills rows up with.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False, vocabulary: int | None = None
+    ) -> None:
         """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError.
 
         Args:
             trusts_code: whether the folder's Python files may be run.
+            vocabulary: the models have no ids from this one on; None = they have all of the tokenizer's.
         """
         data: LanguageData = recipe.data
         self._data, corpus = data, open_corpus(data)
         tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
-        self.pad_id = tokenizer.pad_id
+        self.pad_id = tokenizer.pad_id(vocabulary)
         try:
             digest = corpus.digest
         except OSError as error:
@@ -70,6 +73,8 @@ class LanguageSource:
             # A full disk reaches us as a SafetensorError, which is no OSError.
             raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
         self._store = TokenStore(stage.folder)
+        if vocabulary is not None and tokenizer.num_ids > vocabulary:
+            self._store.check_below(vocabulary)
         held_out = held_out_documents(len(self._store), data.held_out)
         training = (number for number in range(len(self._store)) if number not in held_out)
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)

@@ -164,7 +164,7 @@ def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
     keep, known = row.labels != IGNORED, [number for number in range(26) if number not in (22, 23, 24)]
     with torch.no_grad():
         outputs = {"hidden": model.base_model(batch.batch.input_ids).last_hidden_state}
-        trained, plain = task.build_student(), task._student.build()
+        trained, plain = task.build_student(), task._student.build(task._known)
         loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
         inputs = row.input_ids[None]
         teacher, student = (of(inputs).logits[0, keep].double() for of in (model, plain))
