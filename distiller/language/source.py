@@ -80,7 +80,8 @@ class LanguageSource:
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
-        if len(self._store) == 1 and data.held_out and len(self._training) > 1:
+        splits_document = len(self._store) == 1 and data.held_out > 0 and len(self._training) > 1
+        if splits_document:
             # Of a single document, its end.
             num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
             self._training, self._held_out = self._training.split(num_rows)
@@ -93,7 +94,9 @@ class LanguageSource:
             )
         laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
-        self.data_digest = digest_of([self._store.digest, *laid_out.values()])
+        # Older versions trained on all rows of a single document: their runs must not be measured on its last ones.
+        rows = ["the last rows of one document are held out"] * splits_document
+        self.data_digest = digest_of([self._store.digest, *laid_out.values(), *rows])
 
     def prepare(self, ranks: Ranks) -> None:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""

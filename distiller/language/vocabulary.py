@@ -100,7 +100,7 @@ def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: Tok
         return None
     kept_down = "; the student's others are kept down (loss/unused_ids)" * (ids.num_unused(student_vocabulary) > 0)
     return (
-        f"{' and '.join(unused)} stand for no token that both models have: they are compared over the "
+        f"{' and '.join(unused)} stand for no token of the tokenizer: both models are compared over the "
         f"{ids.num_tokens} that do{kept_down}"
     )
 

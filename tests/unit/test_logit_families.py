@@ -229,3 +229,19 @@ def test_every_listed_family_is_tested():
     assert {*CAPS, *FACTORS, *DIVISORS} == {*FAMILIES, *untestable}
     for kind, (_, change) in FAMILIES.items():
         assert change_of(config_of(kind)) == change
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "rule"),
+    [
+        ("granite", "logits_scaling", 0, "other than 0"),
+        ("cohere", "logit_scale", float("inf"), "other than 0"),
+        ("gemma2", "final_logit_softcapping", 0.0, "above 0"),
+        ("gemma2", "final_logit_softcapping", -3.0, "above 0"),
+    ],
+)
+def test_what_makes_no_logits_is_refused_by_its_key(kind, key, value, rule):
+    config = config_of(kind)
+    setattr(config, key, value)
+    with pytest.raises(UserError, match=f"^its config's {key} is .*; it must be a finite number {rule}$"):
+        change_of(config)
