@@ -6,16 +6,21 @@ import hashlib
 import os
 import re
 import tempfile
+import time
 from pathlib import Path
 
+LARGE_BYTES = 64 * 2**20
+"""From this size on, the digest of weights that lie in a plain folder is noted down."""
+SETTLED_S = 2.0
 _DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
 
 def content_digest(file: Path) -> str:
     """BLAKE2b of the whole content, 32 hexadecimal digits. Raises OSError.
 
-    The hub's cache keeps large files under their SHA-256, so their digest is noted down on this machine and each of
-    them is read once: the weights of a large teacher take minutes.
+    The weights of a large teacher take minutes, so their digest is noted down on this machine and each of them is read
+    once: the hub's cache keeps large files under their SHA-256; other large safetensors files are known by their path,
+    size and times.
     """
     note = _note_of(file)
     if note is not None and note.is_file() and _DIGEST.fullmatch(noted := note.read_text(encoding="ascii")):
@@ -28,14 +33,22 @@ def content_digest(file: Path) -> str:
 
 
 def _note_of(file: Path) -> Path | None:
-    """Where the digest of a file of the hub's cache is noted; None for other files."""
-    if not file.is_symlink():
+    """Where the digest is noted of a file of the hub's cache, or of large weights; None for other files."""
+    found = file.resolve()
+    if file.is_symlink() and found.parent.name == "blobs" and _SHA256.fullmatch(found.name):
+        return _notes() / found.name
+    about = file.stat()
+    # What has just been written may be written again within the resolution of the file system's times.
+    is_settled = time.time() - max(about.st_mtime, about.st_ctime) > SETTLED_S
+    if found.suffix != ".safetensors" or about.st_size < LARGE_BYTES or not is_settled:
         return None
-    blob = file.resolve()
-    if blob.parent.name != "blobs" or not _SHA256.fullmatch(blob.name):
-        return None
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "distiller" / "contents" / blob.name
+    # The time of the last change of any kind is one that no program sets.
+    known_by = f"{found}\0{about.st_ino}\0{about.st_size}\0{about.st_mtime_ns}\0{about.st_ctime_ns}"
+    return _notes() / f"file-{hashlib.sha256(os.fsencode(known_by)).hexdigest()}"
+
+
+def _notes() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "distiller" / "contents"
 
 
 def _write(note: Path, digest: str) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
+    EntryNotFoundError,
     GatedRepoError,
     HFValidationError,
     RepositoryNotFoundError,
@@ -80,17 +81,29 @@ def stored_names(name: str, revision: str | None, root: Path, inside: str) -> se
         root: the folder with its JSON files.
         inside: the folder within the repository, with a slash behind it, or nothing.
 
-    Returns:
-        None of them where the hub cannot be asked: nothing is known of the weights, which are not here either.
+    Without a whole file, the names of its index.
+
+    Raises:
+        UserError: the hub does not say whether there is a whole file, and the weights are not in the local cache.
     """
     if (root / TRANSFORMERS_NAME).is_file():
         return set(read_header(root / TRANSFORMERS_NAME))
+    index = index_of(root)
+    # What is in the local cache is all that can be read offline, and it is what will be read.
+    if is_offline() or (index and all((root / file).is_file() for file in index.values())):
+        return set(index)
     try:
         found = HfApi().parse_safetensors_file_metadata(name, f"{inside}{TRANSFORMERS_NAME}", revision=revision)
         return set(found.tensors)
-    except Exception:
-        # There is no whole file, the hub cannot be reached, or whatever its HTTP client raises.
-        return set(index_of(root))
+    except EntryNotFoundError:
+        return set(index)
+    except Exception as error:
+        # Whatever its HTTP client raises. How a model is tied hangs on the names, so nothing is assumed of them.
+        why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
+        raise UserError(
+            f"{name}: the names of its tensors cannot be read from the hub ({why}); try again, or set "
+            "HF_HUB_OFFLINE=1 with the model in the local cache"
+        ) from error
 
 
 def is_offline() -> bool:

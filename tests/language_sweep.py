@@ -176,7 +176,9 @@ def teacher_logits(task: Any, recipe: Any, batch: LanguageBatch, dtype: torch.dt
     head = task.network.load_head(dtype, torch.device("cpu"))
     hidden = teachers_hidden(teacher)(batch)
     teacher.close()
-    return torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()
+    return torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()[
+        ..., : head.ids.size
+    ]
 
 
 def table(rows: list[Row]) -> str:

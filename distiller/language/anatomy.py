@@ -46,7 +46,11 @@ class Anatomy:
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
         """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
-        self.config, self.trusts_code, self.logit_change = config, trusts_code, change_of(config)
+        self.config, self.trusts_code = config, trusts_code
+        try:
+            self.logit_change = change_of(config)
+        except UserError as error:
+            raise UserError(f"{origin}: {error}") from error
         try:
             with _empty_weights():
                 whole: Any = new_model(config, trusts_code)

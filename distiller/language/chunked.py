@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distiller.language.divergences import SparseTarget
-from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds
+from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds, product_width
 from distiller.language.objective import Objective, compiled_token_losses, token_losses
 
 CHUNK_BYTES = 512 * 2**20
@@ -286,16 +286,17 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) ->
 
 
 def _teacher_rows(target: Target, rows: Tensor, filled: Tensor, height: int, num_shared: int) -> Tensor | SparseTarget:
-    """The layer's logits of these rows over at most the first `num_shared` ids, or their part of a sparse target.
+    """The logits of these rows over the first `num_shared` ids and perhaps more, or their part of a sparse target.
 
-    `height` rows.
+    `height` rows. Of an output layer as many ids as `product_width` says, or all that it has.
     """
     if isinstance(target, SparseTarget):
         return target.rows(filled)
     if isinstance(target, LogitsTarget):
         return target.logits[filled, :num_shared]
-    weight = target.weight[:num_shared]
-    bias = None if target.bias is None else target.bias[:num_shared]
+    width = product_width(num_shared, len(target.weight))
+    weight = target.weight[:width]
+    bias = None if target.bias is None else target.bias[:width]
     return _logits(target.hidden[rows].to(weight.dtype), weight, bias, height)
 
 

@@ -60,7 +60,7 @@ def compare_forms(
         batches, outputs: micro-batches on the device, and the live teacher's answers.
     """
     assert objective.weight == 1, "the labels' cross-entropy is the same under every form"
-    vocabulary = len(head.weight)
+    vocabulary = len(head.weight) if head.ids is None else head.ids.size
     live = [target_of(of, head, vocabulary) for of in outputs]
     expected, gradient = _measure(student, objective, batches, live)
     figures = {}

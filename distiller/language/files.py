@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, final
 
@@ -49,7 +49,14 @@ class LanguageFiles:
     stages_dir: Path
 
     def weight_files(self) -> list[Path]:
-        """Safetensors files with the tensors of its module, complete: its own, or what the library makes of them."""
+        """Safetensors files with the tensors of its module, complete: its own, or what the library makes of them.
+
+        Found once: what is converted is known by the digest of all its weights.
+        """
+        return list(self._weight_files)
+
+    @cached_property
+    def _weight_files(self) -> list[Path]:
         folder = self.fetch()
         files = transformers_files(folder, self.origin)
         if reads_directly(self.anatomy, headers_of(files)):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from distiller.errors import UserError, shown
 
 
 @final
@@ -41,6 +46,8 @@ class LogitChange:
 
 
 PLAIN = LogitChange()
+WIDTH_MULTIPLE = 64
+"""128 bytes in 16 bits."""
 
 CAPS = dict.fromkeys(
     (
@@ -79,16 +86,24 @@ def change_of(config: Any) -> LogitChange:
     """What the library's model of a config does to its logits; for model types that are not listed above, nothing.
 
     That it is so is seen by running a small model (`distiller.language.miniature`).
+
+    Raises:
+        UserError: a factor or divisor that is zero or no finite number, a cap that is not above zero.
     """
     kind = config.model_type
 
-    def value(keys: dict[str, str]) -> float | None:
-        return getattr(config, keys[kind], None) if kind in keys else None
+    def value(keys: dict[str, str], rule: str, is_valid: Callable[[float], bool]) -> float | None:
+        given = getattr(config, keys[kind], None) if kind in keys else None
+        if given is None:
+            return None
+        if not isinstance(given, int | float) or not math.isfinite(given) or not is_valid(given):
+            raise UserError(f"its config's {keys[kind]} is {shown(given)}; it must be a finite number {rule}")
+        return float(given)
 
-    factor, divisor = value(FACTORS), value(DIVISORS)
-    scale = 1.0 if factor is None else float(factor)
-    cap = value(CAPS)
-    return LogitChange(scale if divisor is None else scale / divisor, None if cap is None else float(cap))
+    factor, divisor = (value(keys, "other than 0", bool) for keys in (FACTORS, DIVISORS))
+    cap = value(CAPS, "above 0", lambda given: given > 0)
+    scale = 1.0 if factor is None else factor
+    return LogitChange(scale if divisor is None else scale / divisor, cap)
 
 
 def suspicious_keys(config: Any) -> dict[str, Any]:
@@ -111,9 +126,11 @@ class TokenIds:
     absent: tuple[int, ...] = ()
 
     @staticmethod
-    def of(*tokenizers: Any) -> TokenIds:
-        """The ids that any of these tokenizers of transformers has."""
+    def of(*tokenizers: Any, below: int | None = None) -> TokenIds:
+        """The ids that any of these tokenizers of transformers has; with `below`, those that are less than it."""
         known = {number for tokenizer in tokenizers for number in tokenizer.get_vocab().values()}
+        if below is not None:
+            known = {number for number in known if number < below}
         size = max(known, default=-1) + 1
         return TokenIds(size, tuple(sorted(set(range(size)) - known)))
 
@@ -127,23 +144,40 @@ class TokenIds:
         return max(vocabulary - self.size, 0) + len(self.absent)
 
     def absence(self, device: torch.device) -> Tensor | None:
-        """[size] bool on the device, true where an id stands for no token; None where each stands for one."""
-        if not self.absent:
-            return None
-        mask = torch.zeros(self.size, dtype=torch.bool)
-        mask[list(self.absent)] = True
-        return mask.to(device, non_blocking=True)
+        """[size] bool on the device, true where an id stands for no token; None where each stands for one.
+
+        The same tensor every time, which nobody changes: it is copied to the device once.
+        """
+        return _absence(self, device) if self.absent else None
 
     def unused(self, vocabulary: int) -> list[int]:
         """The ids of an output layer that stand for no token."""
         return [*self.absent, *range(self.size, vocabulary)]
 
 
+@functools.lru_cache(maxsize=16)
+def _absence(ids: TokenIds, device: torch.device) -> Tensor:
+    # Also for what has a gradient, wherever it is asked for first.
+    with torch.inference_mode(False):
+        mask = torch.zeros(ids.size, dtype=torch.bool)
+        mask[list(ids.absent)] = True
+        return mask.to(device)
+
+
+def product_width(num_ids: int, vocabulary: int) -> int:
+    """Rows of an output layer for the logits of its first `num_ids` ids: a multiple of 64 where it has so many.
+
+    The rows of the product then begin at addresses for which cuBLAS has its fast kernels; an odd width has none. The
+    logits of what is beyond are cut off behind the product.
+    """
+    return min(vocabulary, (num_ids + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
+
+
 class Head(NamedTuple):
     """A model's output layer, in one floating dtype on one device."""
 
     weight: Tensor
-    """[V, H]."""
+    """[V, H]; V may be larger than `ids.size`."""
 
     bias: Tensor | None
     """[V]."""
@@ -155,8 +189,10 @@ class Head(NamedTuple):
     def logits(self, hidden: Tensor) -> Tensor:
         """The logits [N, ids] of hidden states [N, H], which are cast to the layer's dtype; -inf at absent ids."""
         size = len(self.weight) if self.ids is None else self.ids.size
-        bias = None if self.bias is None else self.bias[:size]
-        logits = self.change.apply(F.linear(hidden.to(self.weight.dtype), self.weight[:size], bias))
+        width = product_width(size, len(self.weight))
+        bias = None if self.bias is None else self.bias[:width]
+        logits = F.linear(hidden.to(self.weight.dtype), self.weight[:width], bias)[:, :size]
+        logits = self.change.apply(logits)
         return without_absent(logits, None if self.ids is None else self.ids.absence(logits.device))
 
 

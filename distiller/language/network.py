@@ -12,7 +12,7 @@ from torch import nn
 from distiller.capture import capture_outputs
 from distiller.errors import UserError
 from distiller.language.files import LanguageFiles
-from distiller.language.logits import Head, TokenIds
+from distiller.language.logits import Head, TokenIds, product_width
 from distiller.teachers.base import Call, Network, Outputs, Request
 from distiller.weight_files import WeightFiles
 
@@ -30,12 +30,15 @@ class LanguageNetwork(Network):
     module's dtype.
     """
 
-    def __init__(self, files: LanguageFiles) -> None:
+    def __init__(self, files: LanguageFiles, student_vocabulary: int | None = None) -> None:
+        """`student_vocabulary`: ids of the student's output layer; only ids that both models have are compared."""
         self._files, self.origin, self.module_names = files, files.origin, (BODY,)
         self.rename = files.anatomy.body_name
         anatomy = files.anatomy
         # Beyond the ids of tokens, what an output layer holds is padding, of which nothing need be true.
-        self.ids = TokenIds(anatomy.vocabulary) if files.tokenizer is None else TokenIds.of(files.tokenizer)
+        # A tokenizer may have ids that a model has no place for: of pictures, or a padding token added afterwards.
+        shared = min(anatomy.vocabulary, student_vocabulary or anatomy.vocabulary)
+        self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
         self.parameters_beside = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
@@ -69,10 +72,10 @@ class LanguageNetwork(Network):
         """What `load_head` takes."""
         anatomy = self._files.anatomy
         columns = anatomy.hidden_size + (anatomy.head_bias is not None)
-        return min(self.ids.size, anatomy.vocabulary) * columns * dtype.itemsize
+        return product_width(self.ids.size, anatomy.vocabulary) * columns * dtype.itemsize
 
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
-        """Reads the output layer, and keeps the ids of tokens: frozen, in `teacher.dtype`.
+        """Reads the output layer, and keeps the ids of tokens (see `product_width`): frozen, in `teacher.dtype`.
 
         Communicates nothing: every rank reads it. Raises UserError where it is missing.
         """
@@ -95,6 +98,6 @@ class LanguageNetwork(Network):
                 files.read(anatomy.head_bias, bias)
         finally:
             files.close()
-        size = self.ids.size
-        bias = None if bias is None else bias[:size].to(device)
-        return Head(weight[:size].to(device), bias, anatomy.logit_change, self.ids)
+        width = product_width(self.ids.size, anatomy.vocabulary)
+        bias = None if bias is None else bias[:width].to(device)
+        return Head(weight[:width].to(device), bias, anatomy.logit_change, self.ids)

@@ -57,14 +57,14 @@ def token_losses(
 
     Args:
         student: the output layer's logits [C, V]. Rows that do not count may hold anything, here and below.
-        teacher: logits [C, V''] with V'' <= V, or a sparse target of C rows.
+        teacher: logits [C, V''], of which the first V, or `num_ids`, are read; or a sparse target of C rows.
         labels: [C] int64.
         counts: [C] bool.
         objective: what is summed.
         wants_gradient: whether to make it.
         gradient_scale: what the gradient is multiplied by before it is rounded.
-        num_ids: ids that stand for a token are below it; V'' of the teacher. None = all do, and the divergence compares
-            the first V'', the cross-entropy all V.
+        num_ids: ids that stand for a token are below it, in both models. None = all do, and the divergence compares
+            the first min(V, V''), the cross-entropy all V.
         absent: [num_ids] bool, true where an id below it stands for none; None = each stands for one.
         student_change, teacher_change: what the models do to these logits; a sparse target is made of changed ones.
 
@@ -79,6 +79,7 @@ def token_losses(
         likeliest = teacher.ids.gather(1, teacher.weights.argmax(1, keepdim=True)).squeeze(1)
         compare, compare_with_gradient = divergences.sparse_divergence, divergences.sparse_divergence_and_gradient
     else:
+        teacher = teacher[:, : student.shape[1] if num_ids is None else num_ids]
         teacher = without_absent(teacher_change.apply(teacher), absent)
         shared = changed[:, : teacher.shape[1]]
         likeliest = teacher.argmax(1)

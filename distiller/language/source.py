@@ -40,16 +40,19 @@ class LanguageSource:
         pad_id: what `collate` fills rows up with.
     """
 
-    def __init__(self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False) -> None:
+    def __init__(
+        self, recipe: Recipe, tokenizer_folder: Path, trusts_code: bool = False, vocabulary: int | None = None
+    ) -> None:
         """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError.
 
         Args:
             trusts_code: whether the folder's Python files may be run.
+            vocabulary: the models have no ids from this one on; None = they have all of the tokenizer's.
         """
         data: LanguageData = recipe.data
         self._data, corpus = data, open_corpus(data)
         tokenizer = DocumentTokenizer(tokenizer_folder, trusts_code)
-        self.pad_id = tokenizer.pad_id
+        self.pad_id = tokenizer.pad_id(vocabulary)
         try:
             digest = corpus.digest
         except OSError as error:
@@ -70,12 +73,15 @@ class LanguageSource:
             # A full disk reaches us as a SafetensorError, which is no OSError.
             raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
         self._store = TokenStore(stage.folder)
+        if vocabulary is not None and tokenizer.num_ids > vocabulary:
+            self._store.check_below(vocabulary)
         held_out = held_out_documents(len(self._store), data.held_out)
         training = (number for number in range(len(self._store)) if number not in held_out)
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
-        if len(self._store) == 1 and data.held_out and len(self._training) > 1:
+        splits_document = len(self._store) == 1 and data.held_out > 0 and len(self._training) > 1
+        if splits_document:
             # Of a single document, its end.
             num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
             self._training, self._held_out = self._training.split(num_rows)
@@ -88,7 +94,9 @@ class LanguageSource:
             )
         laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
-        self.data_digest = digest_of([self._store.digest, *laid_out.values()])
+        # Older versions trained on all rows of a single document: their runs must not be measured on its last ones.
+        rows = ["the last rows of one document are held out"] * splits_document
+        self.data_digest = digest_of([self._store.digest, *laid_out.values(), *rows])
 
     def prepare(self, ranks: Ranks) -> None:
         """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""

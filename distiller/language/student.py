@@ -70,21 +70,17 @@ class StudentModel:
         """The model on the meta device."""
         return self.anatomy.new_skeleton()
 
-    def build(self) -> Any:
+    def build(self, known: TokenIds) -> Any:
         """The model on the CPU in float32, the same on every rank; the global random state is left as it was.
+
+        `known` are the ids that stand for a token, all of them below the model's vocabulary.
 
         Ids that stand for no token begin with the mean of the tokens' rows in the output layer, whatever they had:
         none is then likelier than the tokens' geometric mean, and training keeps them further down.
         """
         model = self._made()
-        _level_unused(model.get_output_embeddings(), self.known_ids)
+        _level_unused(model.get_output_embeddings(), known)
         return model
-
-    @property
-    def known_ids(self) -> TokenIds:
-        """The ids of the teacher's tokens, and of the student's own."""
-        tokenizers = [self._teacher.tokenizer, None if self.files is None else self.files.tokenizer]
-        return TokenIds.of(*(tokenizer for tokenizer in tokenizers if tokenizer is not None))
 
     def _made(self) -> Any:
         if self.files is not None:

@@ -23,6 +23,7 @@ from distiller.raw_columns import RawColumns
 from distiller.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
+CHECKED_AT_ONCE = 2**24
 DIGEST_FILE = "digest.txt"
 """What the tokens are, whatever made them: a chat template may write the date, which no key knows."""
 
@@ -95,6 +96,19 @@ class TokenStore:
 
     def __len__(self) -> int:
         return len(self.ends)
+
+    def check_below(self, vocabulary: int) -> None:
+        """Reads all tokens; UserError for one that no model with so many ids has."""
+        for start in range(0, len(self.tokens), CHECKED_AT_ONCE):
+            part = self.tokens[start : start + CHECKED_AT_ONCE]
+            if len(places := (part >= vocabulary).nonzero()):
+                place = int(places[0])
+                document = int(np.searchsorted(self.ends, start + place, side="right"))
+                raise UserError(
+                    f"data.path: document {document + 1} holds the token id {int(part[place])}, and teacher and "
+                    f"student have {vocabulary} ids in common; leave it out, or raise vocab_size in the config.json "
+                    "of a model that knows the token"
+                )
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
         # A loader process that is not forked maps the file too, instead of being sent a copy.

@@ -65,7 +65,16 @@ class DocumentTokenizer:
         self._tokenizer = tokenizer
         self._written: set[str] = set()
         """Of `BESIDE`, what the chat template was seen to write."""
-        self.pad_id = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
+        self._pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+
+    @property
+    def num_ids(self) -> int:
+        """All ids of tokens are below it."""
+        return max(self._tokenizer.get_vocab().values(), default=-1) + 1
+
+    def pad_id(self, vocabulary: int | None = None) -> int:
+        """What rows are filled up with: an id below `vocabulary`. What it is has no effect, since it is masked."""
+        return next((i for i in self._pad_ids if i is not None and (vocabulary is None or i < vocabulary)), 0)
 
     @property
     def digest(self) -> str:

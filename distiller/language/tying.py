@@ -27,7 +27,13 @@ def tied_as_stored(anatomy: Anatomy, stored: Collection[str], files: Callable[[]
     """
     if not anatomy.is_tied or not set(anatomy.head_names) <= {anatomy.renaming.name(name) for name in stored}:
         return anatomy
-    weights = WeightFiles(files(), anatomy.renaming.name)
+
+    def of_heads(name: str) -> str | None:
+        # The library merges other tensors while it loads: several stored ones have one name in the module.
+        renamed = anatomy.renaming.name(name)
+        return renamed if renamed in anatomy.head_names else None
+
+    weights = WeightFiles(files(), of_heads)
     try:
         if weights.are_equal(*anatomy.head_names):
             return anatomy

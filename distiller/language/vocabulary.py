@@ -19,11 +19,14 @@ NUM_READ = 256
 def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
     """Raises UserError unless both tokenizers, over the ids that both have, give every id the same token.
 
+    Ids that one of the models has no place for are not compared.
+
     A student without a tokenizer of its own reads the teacher's tokens.
     """
     if student.tokenizer is None or teacher.tokenizer is None:
         return
-    ours, theirs = _by_id(student.tokenizer), _by_id(teacher.tokenizer)
+    shared = min(teacher.anatomy.vocabulary, student.anatomy.vocabulary)
+    ours, theirs = _by_id(student.tokenizer, shared), _by_id(teacher.tokenizer, shared)
     for number in sorted(ours.keys() & theirs.keys()):
         if ours[number] != theirs[number]:
             raise UserError(
@@ -45,21 +48,27 @@ def other_reading(
 
     Both give every id the same token (`check_same_tokens`). Training takes the teacher's reading.
     """
-    lacking = sorted(_by_id(teacher.tokenizer).items() - _by_id(student.tokenizer).items())
+    shared = min(teacher.anatomy.vocabulary, student.anatomy.vocabulary)
+    lacking = sorted(_by_id(teacher.tokenizer, shared).items() - _by_id(student.tokenizer, shared).items())
     if lacking:
         return f"it lacks {len(lacking)} of the teacher's tokens, the first {lacking[0][1]!r}"
-    theirs = DocumentTokenizer(teacher.root, trusts_code)
+    teachers = DocumentTokenizer(teacher.root, trusts_code)
     try:
-        ours = DocumentTokenizer(student.root, trusts_code)
-        if ours.digest == theirs.digest:
-            return None
-        read = list(islice(documents, NUM_READ))
-        pairs = zip(ours.tokenise(read), theirs.tokenise(read), strict=True)
-        for document, (one, other) in zip(read, pairs, strict=True):
-            if difference := _difference(one, other, student.tokenizer):
-                return f"of {document.origin} it makes {difference}"
+        students = DocumentTokenizer(student.root, trusts_code)
     except UserError as error:
         return str(error)
+    if students.digest == teachers.digest:
+        return None
+    # Outside of any `except`: what is wrong with the data is no difference between tokenizers.
+    read = list(islice(documents, NUM_READ))
+    theirs = list(teachers.tokenise(read))
+    try:
+        ours = list(students.tokenise(read))
+    except UserError as error:
+        return str(error)
+    for document, one, other in zip(read, ours, theirs, strict=True):
+        if difference := _difference(one, other, student.tokenizer):
+            return f"of {document.origin} it makes {difference}"
     return None
 
 
@@ -81,17 +90,6 @@ def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
     return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
 
 
-def check_sizes(teacher: LanguageFiles, student_vocabulary: int, ids: TokenIds) -> None:
-    """Raises UserError where a tokenizer gives out ids that one of the models has no place for."""
-    num_token_ids = ids.size
-    for owner, size in ((teacher.origin, teacher.anatomy.vocabulary), ("the student", student_vocabulary)):
-        if size < num_token_ids:
-            raise UserError(
-                f"{owner} has a vocabulary of {size} ids and the tokenizer gives out {num_token_ids}; raise vocab_size "
-                "in its config.json, or give the tokenizer that belongs to it"
-            )
-
-
 def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> str | None:
     """One line where an output layer has ids that stand for no token."""
     sizes = {"teacher": teacher_vocabulary, "student": student_vocabulary}
@@ -107,5 +105,17 @@ def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: Tok
     )
 
 
-def _by_id(tokenizer: Any) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items()}
+def unreachable_tokens_notice(tokenizer: Any, teacher_vocabulary: int, student_vocabulary: int) -> str | None:
+    """One line where the teacher's tokenizer has tokens whose ids one of the models has no place for."""
+    shared = min(teacher_vocabulary, student_vocabulary)
+    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= shared)
+    if not beyond:
+        return None
+    return (
+        f"{len(beyond)} of the tokenizer's tokens, the first {beyond[0][1]!r} with id {beyond[0][0]}, are left out: "
+        f"teacher and student have {shared} ids in common, and the data needs no other"
+    )
+
+
+def _by_id(tokenizer: Any, vocabulary: int) -> dict[int, str]:
+    return {number: token for token, number in tokenizer.get_vocab().items() if number < vocabulary}

@@ -24,7 +24,7 @@ from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.files import find_model
-from distiller.language.logits import Head
+from distiller.language.logits import Head, TokenIds
 from distiller.language.miniature import check_behaviour
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.language.objective import Objective
@@ -35,7 +35,12 @@ from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_
 from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.text import documents_of, open_corpus
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
-from distiller.language.vocabulary import check_same_tokens, check_sizes, other_reading, unused_ids_notice
+from distiller.language.vocabulary import (
+    check_same_tokens,
+    other_reading,
+    unreachable_tokens_notice,
+    unused_ids_notice,
+)
 from distiller.language_config import LanguageRecipe
 from distiller.ranks import Ranks
 from distiller.stages import Stage
@@ -62,8 +67,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self.files = find_model("teacher", teacher.path, teacher.revision, teacher.subfolder, stages_dir, trusts_code)
         if self.files.tokenizer is None:
             raise UserError(f"{self.files.origin}: has no tokenizer beside the model; copy the teacher's files there")
-        self.network = LanguageNetwork(self.files)
         self._student = StudentModel(recipe.student, self.files, stages_dir, trusts_code, recipe.seed)
+        self.network = LanguageNetwork(self.files, self._student.anatomy.vocabulary)
         if self._student.files is not None:
             check_same_tokens(self.files, self._student.files)
         check_feature_blocks(recipe.task.losses.features, self.files.anatomy, self._student.anatomy)
@@ -71,8 +76,8 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         check_behaviour(self.files.anatomy, self.files.origin, recipe.data.packing)
         if not recipe.student.from_teacher:
             check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
-        self._source = LanguageSource(recipe, self.files.root, trusts_code)
-        check_sizes(self.files, self._student.anatomy.vocabulary, self.network.ids)
+        self._shared = min(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
+        self._source = LanguageSource(recipe, self.files.root, trusts_code, self._shared)
         self._reads_alike, self._other_reading = self._compare_readings()
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         self._beginnings()
@@ -92,13 +97,24 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return difference is None, difference
 
     @property
+    def _known(self) -> TokenIds:
+        """The ids of the exported tokenizer's tokens: the student's own, where that reads as the teacher's does."""
+        own = self._student.files if self._reads_alike else None
+        if own is None:
+            return self.network.ids
+        return TokenIds.of(own.tokenizer, below=self._student.anatomy.vocabulary)
+
+    @property
     def needs_live_teacher(self) -> bool:
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
     def notices(self) -> list[str]:
         sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
-        found = [unused_ids_notice(*sizes, self.network.ids)]
+        found = [
+            unused_ids_notice(*sizes, self.network.ids),
+            unreachable_tokens_notice(self.files.tokenizer, *sizes),
+        ]
         if self._other_reading is not None:
             found.append(
                 f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
@@ -142,7 +158,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
 
     def build_student(self) -> LanguageStudent:
         # The library loads models in eval mode, in which it checkpoints no activations.
-        return self._with_projections(self._student.build()).train()
+        return self._with_projections(self._student.build(self._known)).train()
 
     def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
         enable_checkpointing(trained.model)
@@ -200,7 +216,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             forms[" ".join([kind, *settings])] = form
         if not isinstance(objective.divergence, ForwardKL):
             forms = {name: form for name, form in forms.items() if "sampled" not in name}
-        student = self._with_projections(self._student.build(), objective).to(self._head.weight.device)
+        student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
         return table(compare_forms(forms, student, self._head, objective, batches, outputs))
 
     def sample_ids(self, batch: CountedBatch) -> tuple[int, ...]:
@@ -243,7 +259,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         own = self._student.files if self._reads_alike else None
-        export_student(self._student, (own or self.files).root, state, folder)
+        export_student(self._student, (own or self.files).root, self._known, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         beginnings = self._beginnings()
@@ -268,7 +284,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             )
         trained = self._read_student(run_dir, device)
         of_logits = self._student.anatomy.logit_change, self.network.ids
-        before = reader_of(self._student.build(), device, *of_logits)
+        before = reader_of(self._student.build(self._known), device, *of_logits)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         reader = Reader(teachers_hidden(teacher), self.network.load_head(dtype, device))
         students = {"student": trained, "untrained_student": before}
@@ -337,6 +353,11 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         for prompt, row in zip(prompts, rows, strict=True):
             if not row:
                 raise UserError(f"the prompt {prompt!r} has no tokens; give at least one word")
+            if max(row) >= self._shared:
+                raise UserError(
+                    f"the prompt {prompt!r} has the token id {max(row)}, and teacher and student have {self._shared} "
+                    "ids in common; leave that token out"
+                )
         return self._readable(rows)
 
     def _readable(self, beginnings: list[list[int]]) -> list[list[int]]:

@@ -99,3 +99,22 @@ def test_pictures_are_known_by_their_contents(tmp_path):
     files[1].write_bytes(b"\7" * 10)
     os.utime(files[1], ns=(2, 2))
     assert contents_digest(files, tmp_path / "stages") != first
+
+
+def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, monkeypatch):
+    monkeypatch.setattr("distiller.contents.LARGE_BYTES", 4)
+    file, other = tmp_path / "model.safetensors", tmp_path / "model.bin"
+    for each in (file, other):
+        each.write_bytes(b"weights")
+    first = content_digest(file)
+    assert not cache_home.exists(), "it may be written again within the file system's resolution of time"
+    monkeypatch.setattr("distiller.contents.SETTLED_S", -1.0)
+    assert content_digest(file) == content_digest(other) == first
+    (note,) = cache_home.iterdir()
+    note.write_text("0" * 32)
+    assert content_digest(file) == "0" * 32
+    times = file.stat()
+    file.write_bytes(b"others!")
+    # The same size, place and time of change, as a copy that keeps times has it.
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert content_digest(file) == hashlib.blake2b(b"others!", digest_size=16).hexdigest()

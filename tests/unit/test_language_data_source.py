@@ -12,6 +12,7 @@ from distiller.errors import UserError
 from distiller.language.source import LanguageSource, held_out_documents
 from distiller.language.tokenising import DocumentTokenizer
 from distiller.language_config import LanguageData
+from distiller.stages import digest_of
 from tests.toy_language import CHAT, byte_level, language_recipe, word_level
 
 TEXTS = [f"the red cat runs . {'a dog sits . ' * (number % 7)}" for number in range(60)]
@@ -101,6 +102,9 @@ def test_of_a_single_document_the_last_rows_are_held_out(tmp_path):
         rows[share] = rows_of(source.load()), rows_of(source.held_out())
         assert source.num_samples == len(rows[share][0])
         assert source.notices() == []
+        # Older versions trained on all rows: their runs are other data, and nothing else is.
+        older = digest_of([source._store.digest, 16, True, share])
+        assert (source.data_digest == older) == (share == 0)
     whole = rows[0.0][0]
     assert all(training + held_out == whole for training, held_out in rows.values())
     assert len(whole) > 8

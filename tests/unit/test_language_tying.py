@@ -10,13 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub.errors import EntryNotFoundError
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from distiller import commands
 from distiller.build import build_task
+from distiller.errors import UserError
 from distiller.export import export_checkpoint
+from distiller.hub import stored_names
+from distiller.language.anatomy import Anatomy
 from distiller.language.files import find_model
+from distiller.language.tying import tied_as_stored
 from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
@@ -128,3 +133,51 @@ def test_a_hubs_model_is_tied_by_its_header_or_its_index(untied, tmp_path, monke
     monkeypatch.setattr("distiller.hub.snapshot_download", download)
     assert find_model("teacher", "owner/tied", None, None, tmp_path, trusts_code=False).anatomy.is_tied
     assert asked == [False]
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_experts_in_several_files_are_no_other_matrix_of_one_name(tmp_path, equal):
+    """The library merges a layer's experts, so their files hold several tensors of one name of the module."""
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    config = Qwen3MoeConfig(vocab_size=12, num_experts=2, tie_word_embeddings=True, **sizes)
+    anatomy, embedding = Anatomy(config, False, "teacher"), torch.randn(12, 8)
+    expert = "model.layers.0.mlp.experts.{}.gate_proj.weight"
+    shards = [
+        {"model.embed_tokens.weight": embedding, expert.format(0): torch.zeros(4, 8)},
+        {"lm_head.weight": embedding.clone() if equal else embedding + 1, expert.format(1): torch.zeros(4, 8)},
+    ]
+    files = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, file)
+    names = [name for shard in shards for name in shard]
+    assert tied_as_stored(anatomy, names, lambda: files, "teacher").is_tied == equal
+
+
+@pytest.mark.parametrize("fault", [OSError("429 Too Many Requests"), TimeoutError("timed out"), None])
+def test_names_that_the_hub_does_not_tell_are_not_guessed(tmp_path, monkeypatch, fault):
+    """Only where there is no whole file, its index tells them; or where the weights are here."""
+
+    def ask(*_: Any, **__: Any) -> Any:
+        raise fault or EntryNotFoundError("404")
+
+    monkeypatch.setattr("distiller.hub.HfApi.parse_safetensors_file_metadata", ask)
+    monkeypatch.setattr("distiller.hub.is_offline", lambda: False)
+    index = {"weight_map": {"lm_head.weight": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    if fault is None:
+        assert stored_names("owner/name", None, tmp_path, "") == {"lm_head.weight"}
+        return
+    with pytest.raises(UserError, match=f"owner/name: .* cannot be read from the hub .*{fault}"):
+        stored_names("owner/name", None, tmp_path, "")
+    (tmp_path / "model-1.safetensors").touch()
+    assert stored_names("owner/name", None, tmp_path, "") == {"lm_head.weight"}
+
+
+def test_files_are_converted_and_digested_once(untied, tmp_path, monkeypatch):
+    found, asked = find_model("teacher", str(untied), None, None, tmp_path, trusts_code=False), []
+    monkeypatch.setattr("distiller.language.files.reads_directly", lambda *_: False)
+    monkeypatch.setattr(
+        "distiller.language.files.converted_files", lambda *_: asked.append(1) or [tmp_path / "converted"]
+    )
+    assert found.weight_files() == found.weight_files() == [tmp_path / "converted"]
+    assert asked == [1]

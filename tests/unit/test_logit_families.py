@@ -117,7 +117,7 @@ def test_loss_and_gradient_are_those_of_the_librarys_own_logits(tmp_path, monkey
     total = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch).total
     total.backward()
 
-    reference, keep = task._student.build().train(), batch.batch.labels != IGNORED
+    reference, keep = task._student.build(task._known).train(), batch.batch.labels != IGNORED
     ours, theirs = reference(**inputs).logits[keep].double(), theirs[keep].double()
     assert ours.shape[1] == toy_causal_lm.VOCABULARY
     if FAMILIES[kind][1].cap is not None:
@@ -188,7 +188,7 @@ def test_caches_figures_and_texts_are_of_changed_logits(tmp_path, fresh):
 def test_students_cut_out_of_such_a_teacher_change_logits_too(tmp_path, kind, student):
     teacher = toy_causal_lm.save_model(tmp_path / "teacher", config_of(kind))
     task: Any = build_task(parse(toy_causal_lm.recipe(tmp_path, teacher, student=student)))
-    trained, reference, ids = task.build_student().model, task._student.build(), torch.arange(3, 11)[None]
+    trained, reference, ids = task.build_student().model, task._student.build(task._known), torch.arange(3, 11)[None]
     with torch.no_grad():
         ours = trained.get_output_embeddings().head.logits(trained.base_model(ids).last_hidden_state[0])
         torch.testing.assert_close(ours, reference(ids).logits[0])
@@ -229,3 +229,19 @@ def test_every_listed_family_is_tested():
     assert {*CAPS, *FACTORS, *DIVISORS} == {*FAMILIES, *untestable}
     for kind, (_, change) in FAMILIES.items():
         assert change_of(config_of(kind)) == change
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "rule"),
+    [
+        ("granite", "logits_scaling", 0, "other than 0"),
+        ("cohere", "logit_scale", float("inf"), "other than 0"),
+        ("gemma2", "final_logit_softcapping", 0.0, "above 0"),
+        ("gemma2", "final_logit_softcapping", -3.0, "above 0"),
+    ],
+)
+def test_what_makes_no_logits_is_refused_by_its_key(kind, key, value, rule):
+    config = config_of(kind)
+    setattr(config, key, value)
+    with pytest.raises(UserError, match=f"^its config's {key} is .*; it must be a finite number {rule}$"):
+        change_of(config)

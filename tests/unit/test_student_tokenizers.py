@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller import commands
 from distiller.build import build_task
+from distiller.errors import UserError
+from distiller.language.documents import Document, Text
+from distiller.language.files import find_model
+from distiller.language.vocabulary import other_reading
 from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
@@ -91,3 +96,16 @@ def test_a_tokenizer_that_reads_alike_goes_with_its_student(task_of, tmp_path, c
     assert build_task(recipe).notices() == []
     commands.train(recipe, False)
     assert AutoTokenizer.from_pretrained(Path(recipe.output_dir) / "student").chat_template == CHAT
+
+
+def test_a_fault_of_the_data_is_no_difference_between_tokenizers(tmp_path):
+    def documents() -> Iterator[Document]:
+        yield Text("line 1", "the red cat")
+        raise UserError("data.path: line 2 is not JSON")
+
+    files = []
+    for name, own in (("teacher", tokenizer()), ("student", tokenizer(template=CHAT))):
+        toy_causal_lm.save_model(tmp_path / name, toy_causal_lm.llama_config(num_hidden_layers=1), tokenizer=own)
+        files.append(find_model(name, str(tmp_path / name), None, None, tmp_path, trusts_code=False))
+    with pytest.raises(UserError, match="line 2"):
+        other_reading(*files, documents(), trusts_code=False)

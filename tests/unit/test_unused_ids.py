@@ -18,8 +18,10 @@ from distiller.build import build_task
 from distiller.cache.key import content_key
 from distiller.caching import make_cache
 from distiller.language.batch import IGNORED
+from distiller.language.chunked import HiddenTarget, chunked_loss
 from distiller.language.exporting import reader_of
-from distiller.language.logits import PLAIN, TokenIds
+from distiller.language.logits import PLAIN, TokenIds, product_width
+from distiller.language.objective import Objective
 from distiller.recipe_file import parse
 from tests import toy_causal_lm, toys
 
@@ -164,7 +166,7 @@ def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
     keep, known = row.labels != IGNORED, [number for number in range(26) if number not in (22, 23, 24)]
     with torch.no_grad():
         outputs = {"hidden": model.base_model(batch.batch.input_ids).last_hidden_state}
-        trained, plain = task.build_student(), task._student.build()
+        trained, plain = task.build_student(), task._student.build(task._known)
         loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
         inputs = row.input_ids[None]
         teacher, student = (of(inputs).logits[0, keep].double() for of in (model, plain))
@@ -188,3 +190,35 @@ def test_samples_have_tokens_alone(teachers, tmp_path):
     commands.train(recipe, False)
     lines = [line for line in toy_causal_lm.sample_lines(Path(recipe.output_dir)) if line.startswith(("te", "st"))]
     assert all(len(line.split()) > 1 for line in lines)
+
+
+def test_products_are_as_wide_as_matrix_kernels_like(teachers, tmp_path):
+    """Qwen's tokenizer has 151,665 ids: with an odd width cuBLAS has no fast kernel, so padding stays until the cut."""
+    assert [product_width(151_665, 151_936), product_width(IDS, IDS), product_width(IDS, 40)] == [151_680, IDS, 40]
+    network = build_task(recipe_of(tmp_path, teachers["padded"])).network
+    head = network.load_head(torch.float32, torch.device("cpu"))
+    assert len(head.weight) == PADDED
+    assert network.head_bytes(torch.float32) == head.weight.nbytes
+    generator = torch.Generator().manual_seed(1)
+    hidden, labels = torch.randn(7, 32, generator=generator), torch.arange(7)
+    cut = head._replace(weight=head.weight[:IDS].clone())
+    assert torch.equal(head.logits(hidden), cut.logits(hidden))
+    sums = [
+        chunked_loss(
+            hidden, head.weight.flip(1), HiddenTarget.of(hidden, of), labels, labels >= 0, Objective(), ids=network.ids
+        )
+        for of in (head, cut)
+    ]
+    assert sums[0].divergence > 1
+    assert [float(one) for one in sums[0]] == [float(one) for one in sums[1]]
+
+
+def test_the_mask_of_absent_ids_is_made_once_for_a_device():
+    ids, device = TokenIds(9, (4, 7)), torch.device("cpu")
+    with torch.inference_mode():
+        first = ids.absence(device)
+    assert first is TokenIds(9, (4, 7)).absence(device)
+    assert first is not None
+    assert first.nonzero().flatten().tolist() == [4, 7]
+    assert not first.is_inference()
+    assert TokenIds(9).absence(device) is None
