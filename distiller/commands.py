@@ -27,7 +27,7 @@ from distiller.launch import resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
-from distiller.run_reading import exported_student, open_run
+from distiller.run_reading import exported_student, open_run, run_of
 from distiller.stopping import NO_STOPS, Stops
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
@@ -201,8 +201,8 @@ def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, out
 
 def export(checkpoint: Path, output: Path | None) -> None:
     """Writes the student of a checkpoint, by its run's recipe."""
-    folder = find_checkpoint(checkpoint)
-    run_dir = folder.resolve().parent.parent
+    folder = Path(os.path.abspath(find_checkpoint(checkpoint)))
+    run_dir = run_of(folder)
     target = output or run_dir / f"student-{folder.name}"
     if os.path.lexists(target):
         raise UserError(f"--output {target}: is already there; give a folder that is not")
