@@ -35,7 +35,7 @@ from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
-from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished
+from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished, is_finished_by_files
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.run_inputs import remember
@@ -56,8 +56,12 @@ from distiller.trainer import Run
 class Finished:
     """The output folder already holds the whole run."""
 
-    accelerator: Accelerator
     steps: int
+
+
+def last_step_of(recipe: Recipe, plan: UpdatePlan) -> int:
+    """The number of the run's last update; the first is 1."""
+    return recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
 
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
@@ -87,12 +91,18 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
 def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read."""
     began = time.perf_counter()
-    task = check_run(recipe, world_size(), is_deepspeed_launch())
+    try:
+        task = check_run(recipe, world_size(), is_deepspeed_launch())
+    except UserError:
+        # The teacher or the data of a finished run may be gone; nothing of them is needed any more.
+        if resume and is_finished_by_files(recipe):
+            return Finished(recipe.train.max_steps or 0)
+        raise
     recipe = task.with_defaults(recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
-    last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
+    last_step = last_step_of(recipe, plan)
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     under_deepspeed = world.engine.startswith("deepspeed")
     size = task.num_trained_parameters()
@@ -123,7 +133,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         check_same_cache(Path(recipe.teacher.cache or ""), ranks)
     claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
-        return Finished(accelerator, last_step)
+        accelerator.end_training()
+        return Finished(last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     if resume and ranks.is_main:
         print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)

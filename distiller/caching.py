@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import Dataset
 
 from distiller import __version__
-from distiller.build import check_run, check_same_data, epochs_of, plan_updates
+from distiller.build import check_run, check_same_data, epochs_of, last_step_of, plan_updates
 from distiller.cache.filling import Batching, Filling, Measured, check_room, claim, plan_layout
 from distiller.cache.key import content_key
 from distiller.cache.layout import Layout, evenly, shard_name
@@ -62,7 +62,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         return
     ranks, dtype = Ranks.join(accelerator.device), teacher_dtype(recipe.teacher.dtype, accelerator.device)
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
-    last_step = recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
+    last_step = last_step_of(recipe, plan)
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
     for notice in (*world.notices, *task.notices()):
         accelerator.print(line_of(notice))

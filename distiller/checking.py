@@ -6,14 +6,15 @@ from pathlib import Path
 
 import torch
 
-from distiller.build import check_run
+from distiller.build import check_run, last_step_of, plan_updates
 from distiller.config import Recipe
 from distiller.errors import UserError
+from distiller.launch import resolve_accumulation
 from distiller.launch_compile import check_compile
 from distiller.launch_fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
 from distiller.launch_request import LaunchRequest, deepspeed_settings, read_launch_file
 from distiller.launch_rules import check_json_precision, check_precision, check_request, possible_precisions
-from distiller.output import check_output_dir
+from distiller.output import check_output_dir, is_finished_by_files
 from distiller.tasks.base import line_of
 
 
@@ -39,9 +40,19 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
             check_offload(fsdp, precisions)
         check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
     warning = _check_fp16(recipe, request)
-    task = check_run(recipe, num_processes, under_deepspeed)
+    finished = f"ok: {recipe.output_dir} is already finished; nothing is left to do"
+    try:
+        task = check_run(recipe, num_processes, under_deepspeed)
+    except UserError:
+        if resume and is_finished_by_files(recipe):
+            print(finished)
+            return
+        raise
+    plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     # A run's folder holds the recipe with the teacher's defaults.
-    check_output_dir(task.with_defaults(recipe), resume)
+    if check_output_dir(task.with_defaults(recipe), resume, last_step_of(recipe, plan)):
+        print(finished)
+        return
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
     looked = task.look_at_samples()

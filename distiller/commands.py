@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distiller.build import Finished, build, build_task, check_run
+from distiller.build import Finished, build, build_task, check_run, last_step_of
 from distiller.checking import check
 from distiller.checkpoint.format import Spent
 from distiller.config import Recipe
@@ -27,7 +27,7 @@ from distiller.launch import resolve_accumulation
 from distiller.launch_deepspeed import is_deepspeed_launch
 from distiller.output import SUMMARY_FILE
 from distiller.process import is_main_process, world_size
-from distiller.run_reading import exported_student, open_run
+from distiller.run_reading import exported_student, open_run, run_of
 from distiller.stopping import NO_STOPS, Stops
 from distiller.tracking import GIB, last_metrics
 from distiller.trainer import Outcome, Run
@@ -48,8 +48,8 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
     run_dir = Path(recipe.output_dir)
     run = build(recipe, resume)
     if isinstance(run, Finished):
-        run.accelerator.print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
-        run.accelerator.end_training()
+        if is_main_process():
+            print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         return
     start_trackers(run)
     try:
@@ -95,7 +95,7 @@ def dry_run(recipe: Recipe) -> None:
     assert isinstance(run, Run)
     metrics = run_loop(run).metrics
     whole = UpdatePlan(task.num_samples, *run.plan.split)
-    steps = recipe.train.max_steps or (recipe.train.num_epochs or 1) * whole.updates_per_epoch
+    steps = last_step_of(recipe, whole)
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
     if recipe.stage_updates is not None and shortened.stage_updates is not None:
         longer = recipe.stage_updates / shortened.stage_updates
@@ -201,8 +201,8 @@ def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, out
 
 def export(checkpoint: Path, output: Path | None) -> None:
     """Writes the student of a checkpoint, by its run's recipe."""
-    folder = find_checkpoint(checkpoint)
-    run_dir = folder.resolve().parent.parent
+    folder = Path(os.path.abspath(find_checkpoint(checkpoint)))
+    run_dir = run_of(folder)
     target = output or run_dir / f"student-{folder.name}"
     if os.path.lexists(target):
         raise UserError(f"--output {target}: is already there; give a folder that is not")

@@ -23,7 +23,7 @@ def content_digest(file: Path) -> str:
     size and times.
     """
     note = _note_of(file)
-    if note is not None and note.is_file() and _DIGEST.fullmatch(noted := note.read_text(encoding="ascii")):
+    if note is not None and (noted := _read(note)) is not None:
         return noted
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -49,6 +49,15 @@ def _note_of(file: Path) -> Path | None:
 
 def _notes() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "distiller" / "contents"
+
+
+def _read(note: Path) -> str | None:
+    """The noted digest; None where there is none, it is torn, or the home cannot be read."""
+    try:
+        noted = note.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    return noted if _DIGEST.fullmatch(noted) else None
 
 
 def _write(note: Path, digest: str) -> None:

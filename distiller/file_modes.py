@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from pathlib import Path
+
+_NOT_GRANTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What chmod says of another user's file, and on file systems without modes (vfat, some of FUSE)."""
 
 
 def follow_umask(path: Path) -> None:
     """Gives a file, or all files below a folder, the mode that `open` would have given them.
 
-    safetensors creates its files for the owner alone, whatever the umask says. OSError where they are another user's.
+    safetensors creates its files for the owner alone, whatever the umask says. Where the system refuses the change, the
+    mode stays as it is: the content is complete, and must not be lost for it. Other OSErrors are raised.
     """
     mode = 0o666 & ~_umask()
     for file in (path,) if path.is_file() else path.rglob("*"):
         if file.is_file() and not file.is_symlink() and file.stat().st_mode & 0o666 != mode:
-            file.chmod(mode)
+            try:
+                file.chmod(mode)
+            except OSError as error:
+                if error.errno not in _NOT_GRANTED:
+                    raise
 
 
 def _umask() -> int:

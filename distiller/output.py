@@ -61,8 +61,11 @@ class Claim:
         return f"note: --resume: continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
 
 
-def check_output_dir(recipe: Recipe, resume: bool) -> None:
-    """Whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
+def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
+    """Checks whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
+
+    Returns:
+        whether the run is finished. Nothing is left to do then: neither its inputs nor what may be written are checked.
 
     Raises:
         UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
@@ -84,11 +87,19 @@ def check_output_dir(recipe: Recipe, resume: bool) -> None:
                 f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
                 "with output_dir=..."
             )
-        _check_same_recipe(_held_recipe(held), recipe)
-    if recipe.cache_dir is not None and (why := _why_not_writable(Path(recipe.cache_dir))) is not None:
-        raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
+        begun = _held_recipe(held)
+        _check_same_recipe(begun, recipe)
+        if is_finished(recipe, last_step):
+            return True
+        check_same_inputs(folder, flatten(begun), recipe)
+    # One that is there may be read-only: others have made all the stages, or the stage that is missing says so.
+    if recipe.cache_dir is not None and not os.path.isdir(recipe.cache_dir):
+        why = _why_not_writable(Path(recipe.cache_dir))
+        if why is not None:
+            raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
     if (why := _why_not_writable(folder)) is not None:
         raise UserError(f"output_dir: {folder} cannot be written ({why})")
+    return False
 
 
 def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
@@ -99,13 +110,12 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     Raises:
         UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
     """
-    check_output_dir(recipe, resume)
+    if check_output_dir(recipe, resume, last_step):
+        return Claim(last_step, is_finished=True)
     folder = Path(recipe.output_dir)
     held = folder / RECIPE_FILE
     done, is_new = 0, not os.path.isfile(held)
     if not is_new:
-        if _steps_of(folder / SUMMARY_FILE) == last_step:
-            return Claim(last_step, is_finished=True)
         done = latest_step(folder)
         if done > last_step:
             raise UserError(
@@ -133,6 +143,19 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
 def is_finished(recipe: Recipe, last_step: int) -> bool:
     """Whether the folder's run has come to its end; rank 0's folder is every rank's."""
     return _steps_of(Path(recipe.output_dir) / SUMMARY_FILE) == last_step
+
+
+def is_finished_by_files(recipe: Recipe) -> bool:
+    """Whether the folder holds this recipe's whole run, where its teacher or data are gone. Reads the folder alone.
+
+    Only of a run with `train.max_steps`: without it the last step depends on the data. Keys that the recipe leaves to
+    the teacher's defaults are not compared. Raises UserError for another run's folder.
+    """
+    held = Path(recipe.output_dir) / RECIPE_FILE
+    if not recipe.train.max_steps or not is_finished(recipe, recipe.train.max_steps) or not os.path.isfile(held):
+        return False
+    _check_same_recipe(_held_recipe(held), recipe, has_defaults=False)
+    return True
 
 
 def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
@@ -209,7 +232,8 @@ def _held_recipe(file: Path) -> dict[str, Any]:
     return held
 
 
-def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
+def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:
+    """UserError if a key differs that may not. `has_defaults`: whether the recipe has those of the teacher."""
     mine = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
     theirs = absolute_paths(flatten(held))
     compared_by_content = [key for keys in INPUTS.values() for key in keys]
@@ -217,6 +241,7 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
         f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key) != theirs.get(key)
+        and (has_defaults or mine.get(key) is not None)
         and key not in (*MAY_CHANGE_ON_RESUME, *compared_by_content)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
@@ -231,4 +256,3 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe) -> None:
             f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
             f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
         )
-    check_same_inputs(Path(recipe.output_dir), flatten(held), recipe)

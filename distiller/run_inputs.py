@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import glob
-import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-from huggingface_hub import snapshot_download
 
 from distiller.config import Recipe
 from distiller.durable import write_durably
 from distiller.errors import UserError
-from distiller.hub import OTHER_FORMS, looks_like_hub_id
+from distiller.hub import looks_like_hub_id
+from distiller.input_files import Digests, is_on_hub, look_at
 from distiller.recipe_file import parse
-from distiller.resources import ASSET_PREFIX, PACKAGE_PREFIX, find_model_file, local_path
+from distiller.resources import ASSET_PREFIX, PACKAGE_PREFIX
 from distiller.sections import flatten
-from distiller.weight_files import read_header
 
 INPUTS_FILE = "inputs.json"
 PATHS = (
@@ -34,13 +30,6 @@ INPUTS = {
     "data.path": ("data.path",),
 }
 """Inputs whose content is compared on resume, each with the keys that say where it is."""
-MODEL_SUFFIXES = (".json", ".safetensors", ".gguf", ".model", ".jinja", ".txt")
-"""Of the files in a model's folder that are compared."""
-MOST_DATA_FILES = 256
-BLOCK_BYTES, NUM_BLOCKS = 4096, 64
-
-Digests = dict[str, str]
-"""File name, relative to the input -> digest of what was looked at."""
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
@@ -58,30 +47,22 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     )
 
 
-def look_at(recipe: Recipe, key: str) -> Digests | None:
-    """What the input of a key of `INPUTS` holds, as far as a quick look shows; None where nothing is there to look at.
-
-    Of weights that is every tensor's name, dtype, shape and a part of its middle; of other large files, evenly spaced
-    blocks; of many data files, evenly spaced ones.
-    """
-    section, name = key.split(".")
-    value = getattr(getattr(recipe, section), name, None)
-    if value is None:
-        return None
-    if key == "data.path":
-        files = list(_data_files(value))
-        step = max(len(files) / MOST_DATA_FILES, 1.0)
-        files = [files[int(number * step)] for number in range(min(len(files), MOST_DATA_FILES))]
-    else:
-        files = list(_model_files(value, recipe.teacher if section == "teacher" else None))
-    return {relative: _digest(file) for relative, file in files} or None
-
-
 def remember(recipe: Recipe, run_dir: Path) -> None:
-    """Writes what the run's inputs hold, once, when all of them are on this machine."""
+    """Writes what the run's inputs hold, once, when all of them are on this machine.
+
+    In a resumed run, compares what has been fetched from a hub since `check_same_inputs`. Does not communicate.
+
+    Raises:
+        UserError: a fetched file is not the one that the run began with.
+    """
     file = run_dir / INPUTS_FILE
     if not file.exists():
         write_durably(file, json.dumps({key: look_at(recipe, key) for key in INPUTS}, indent=1) + "\n")
+        return
+    for key, before in remembered(run_dir).items():
+        if before is not None and key in INPUTS and is_on_hub(recipe, key):
+            where = f"{key} {getattr(recipe, key.split('.')[0]).path} is no longer what the run began with"
+            _compare(before, recipe, key, where)
 
 
 def remembered(run_dir: Path) -> Mapping[str, Digests | None]:
@@ -117,13 +98,21 @@ def check_same_inputs(run_dir: Path, held: Mapping[str, Any], recipe: Recipe) ->
         moved = "; ".join(f"{place} was {was.get(place)} and is {now.get(place)} now" for place in others)
         if before is None:
             raise UserError(f"--resume: {moved}, and what the first held is not known; give the first again")
-        after = look_at(recipe, key) or {}
-        # Files that lie beside them change nothing: a copy of a hub's folder holds more than was fetched of it.
-        wrong = next((name for name, digest in before.items() if after.get(name) != digest), None)
-        if wrong is not None:
-            what = f"{wrong or 'the file'} {'differs' if wrong in after else 'is not there'}"
-            where = moved or f"{key} {now.get(key)} is no longer what the run began with"
-            raise UserError(f"--resume: {where}: {what}; give the same files, or begin another run")
+        _compare(before, recipe, key, moved or f"{key} {now.get(key)} is no longer what the run began with")
+
+
+def _compare(before: Digests, recipe: Recipe, key: str, where: str) -> None:
+    """UserError, which begins with `where`, if an input holds something else than `before`.
+
+    Files that lie beside these change nothing. Of a hub's model, those that are not in the local cache are left out:
+    weights are fetched later, and `remember` compares them then; a component whose stage is complete never is.
+    """
+    after = look_at(recipe, key) or {}
+    names = [name for name in before if name in after] if is_on_hub(recipe, key) else list(before)
+    wrong = next((name for name in names if after.get(name) != before[name]), None)
+    if wrong is not None:
+        what = f"{wrong or 'the file'} {'differs' if wrong in after else 'is not there'}"
+        raise UserError(f"--resume: {where}: {what}; give the same files, or begin another run")
 
 
 def absolute_paths(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,85 +143,3 @@ def _absolute(key: str, value: str) -> str:
     place = os.path.abspath(os.path.expanduser(value))
     is_hub_id = key in ("teacher.path", "student.path") and looks_like_hub_id(value) and not os.path.exists(place)
     return value if is_hub_id else place
-
-
-def _model_files(path: str, teacher: Any) -> Iterator[tuple[str, Path]]:
-    """The files of a model's folder; or a single one, with the name ''. Nothing where a hub's is not in the cache."""
-    place = find_model_file(path)
-    if not place.exists():
-        try:
-            revision = teacher.revision if teacher is not None else None
-            place = Path(snapshot_download(path, revision=revision, local_files_only=True))
-        except Exception:
-            # Whatever the library raises for an id that it does not know.
-            return
-    if teacher is not None and teacher.subfolder and place.is_dir():
-        place = place / teacher.subfolder
-    if place.is_file():
-        yield "", place
-    for relative, file in _walk(place):
-        if file.suffix in MODEL_SUFFIXES and not any(Path(relative).match(pattern) for pattern in OTHER_FORMS):
-            yield relative, file
-
-
-def _data_files(path: str) -> Iterator[tuple[str, Path]]:
-    place = local_path(path)
-    if place.is_file():
-        yield "", place
-    elif place.is_dir():
-        yield from _walk(place)
-    elif glob.has_magic(path):
-        files = sorted(file for name in glob.glob(str(place), recursive=True) if (file := Path(name)).is_file())
-        top = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0]) if files else ""
-        yield from ((os.path.relpath(file, top), file) for file in files)
-
-
-def _walk(folder: Path) -> Iterator[tuple[str, Path]]:
-    """(relative name, file) of everything below a folder, linked folders too, sorted; hidden files are left out."""
-    seen: set[str] = set()
-    found: list[tuple[str, Path]] = []
-    for where, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(where)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        files = (Path(where) / name for name in names if not name.startswith("."))
-        found += [(os.path.relpath(file, folder), file) for file in files if file.is_file()]
-    yield from sorted(found)
-
-
-def _digest(file: Path) -> str:
-    total = hashlib.blake2b(digest_size=16)
-    try:
-        with file.open("rb") as stream:
-            size = stream.seek(0, os.SEEK_END)
-            total.update(f"{size};".encode())
-            for start, length in _places(file, size):
-                stream.seek(start)
-                total.update(stream.read(length))
-    except OSError as error:
-        # Whoever needs the file says so; one that nobody reads must not end the run.
-        return f"unreadable: {error.strerror}"
-    return total.hexdigest()
-
-
-def _places(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of what is read of a file."""
-    if size <= BLOCK_BYTES * NUM_BLOCKS:
-        yield 0, size
-        return
-    if file.suffix == ".safetensors":
-        try:
-            tensors = sorted(read_header(file).values(), key=lambda tensor: tensor.start)
-        except UserError:
-            tensors = []
-        if tensors:
-            yield 0, tensors[0].start
-            for tensor in tensors:
-                length = min(tensor.num_bytes, BLOCK_BYTES)
-                yield tensor.start + (tensor.num_bytes - length) // 2, length
-            return
-    for number in range(NUM_BLOCKS):
-        yield (size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1), BLOCK_BYTES

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from distiller.checkpoint.format import PROGRESS_FILE, steps_in
+from distiller.checkpoint.reading import read_progress_file
 from distiller.config import Recipe
 from distiller.devices import set_tf32
 from distiller.errors import UserError
@@ -53,7 +54,9 @@ class ReadRun:
 def open_run(given: Path, command: str, overrides: Sequence[str] = ()) -> ReadRun:
     """Reads the recipe of a run that is named by its folder or by a checkpoint of it. Raises UserError."""
     is_checkpoint = os.path.isfile(given / PROGRESS_FILE)
-    folder = given.resolve().parent.parent if is_checkpoint else given
+    if is_checkpoint:
+        given = Path(os.path.abspath(given))
+    folder = run_of(given) if is_checkpoint else given
     if not os.path.isfile(folder / RECIPE_FILE):
         raise UserError(f"{folder}: is not a run's output folder (it has no {RECIPE_FILE})")
     recipe = load(str(folder / RECIPE_FILE), overrides)
@@ -67,6 +70,15 @@ def open_run(given: Path, command: str, overrides: Sequence[str] = ()) -> ReadRu
     set_tf32(recipe.train.tf32)
     # The run's folder may have been moved: its stages are where it is now.
     return ReadRun(folder, recipe.model_copy(update={"output_dir": str(folder)}), given if is_checkpoint else None)
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of a checkpoint's run: RUN of RUN/checkpoints/step-N as it is written, else where links lead.
+
+    A run's `checkpoints` may be a link to another file system, and a checkpoint may be named by a link elsewhere.
+    """
+    written = Path(os.path.abspath(checkpoint)).parent.parent
+    return written if os.path.isfile(written / RECIPE_FILE) else checkpoint.resolve().parent.parent
 
 
 @contextmanager
@@ -106,7 +118,7 @@ def exported_student(run: ReadRun, task: Task[Any, Any]) -> Iterator[tuple[Path,
         ) from error
     with temporary as folder:
         export_checkpoint(task, checkpoint, Path(folder) / "student")
-        yield Path(folder), int(checkpoint.name.removeprefix("step-"))
+        yield Path(folder), read_progress_file(checkpoint).step
 
 
 def _finished_steps(folder: Path) -> int:

@@ -89,6 +89,8 @@ def leave_reason(reason: str, is_own: bool) -> None:
     with suppress(OSError):
         if not is_own and mark.is_file():
             reason = mark.read_text(encoding="utf-8")
+        # JSON would hand surrogates on, to whoever reads the file.
+        reason = reason.encode("utf-8", errors="backslashreplace").decode("utf-8")
         extra = {"py_callstack": reason, "timestamp": str(timestamp)}
         content = json.dumps({"message": {"message": reason, "extraInfo": extra}})
         file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
@@ -103,5 +105,6 @@ def _mark() -> Path | None:
 
 
 def _written(file: Path, text: str) -> Path:
-    file.write_text(text, encoding="utf-8")
+    # Paths that are not UTF-8 come as surrogates, which no encoder takes.
+    file.write_text(text, encoding="utf-8", errors="backslashreplace")
     return file

@@ -114,12 +114,7 @@ class Stage:
         """Waits until another process has finished, and this machine sees it. UserError for files of somebody else."""
         while not self.is_complete:
             time.sleep(poll_s)
-        closed = next((file for file in sorted(self.folder.iterdir()) if not os.access(file, os.R_OK)), None)
-        if closed is not None:
-            raise UserError(
-                f"cache_dir: {closed} is another user's and cannot be read (older versions left files to their owner "
-                "alone); its owner can chmod -R g+r the folder, or choose another one with cache_dir=..."
-            )
+        refuse_unreadable(sorted(self.folder.iterdir()))
 
     def copy_into(self, parent: Path) -> None:
         """Puts the complete result into another folder of stages too; does nothing where it is there. One process.
@@ -133,6 +128,16 @@ class Stage:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(self.folder, partial, copy_function=_link_or_copy)
         os.replace(partial, target)
+
+
+def refuse_unreadable(files: Iterable[Path]) -> None:
+    """UserError for the first file that this process may not read."""
+    closed = next((file for file in files if not os.access(file, os.R_OK)), None)
+    if closed is not None:
+        raise UserError(
+            f"cache_dir: {closed} is another user's and cannot be read (older versions left files to their owner "
+            "alone); its owner can chmod -R g+r the folder, or choose another one with cache_dir=..."
+        )
 
 
 def _is_finished(folder: Path) -> bool:

@@ -21,7 +21,7 @@ from distiller.diffusion.drawing import draw, guided_predictor, scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.shards import save_whole
+from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.diffusion.text import TextStore, answers_key
 from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.ranks import Ranks
@@ -132,7 +132,7 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
     size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
     missing: list[int] = ranks.from_main(
-        lambda: [number for number in range(len(shards)) if not (stage.partial / _shard_name(number)).is_file()]
+        lambda: missing_shards([stage.partial / _shard_name(number) for number in range(len(shards))])
     )
     rounds = -(-len(missing) // ranks.world_size)
     ranks.print(

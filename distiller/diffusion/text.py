@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
-from distiller.diffusion.shards import save_whole
+from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.stage_places import StagePlaces
 from distiller.stages import Stage, digest_of
 
@@ -56,7 +56,7 @@ def encode_prompts(
     length = stage.key["max_sequence_length"]
     shards = [prompts[first : first + SHARD_PROMPTS] for first in range(0, len(prompts), SHARD_PROMPTS)]
     stage.partial.mkdir(parents=True, exist_ok=True)
-    missing = [number for number in range(len(shards)) if not _shard(stage.partial, number).is_file()]
+    missing = missing_shards([_shard(stage.partial, number) for number in range(len(shards))])
     pipeline = family.load_text_encoder(dtype, device) if missing else None
     with tqdm(total=len(prompts), desc="encode prompts", unit="prompt", dynamic_ncols=True, leave=False) as bar:
         bar.update(len(prompts) - sum(len(shards[number]) for number in missing))

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
-from distiller.diffusion.shards import save_whole
+from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.stages import Stage
 
 MAX_POSITIONS = 4096
@@ -62,16 +62,23 @@ def encode_images(
     The shards that an interrupted run left are kept.
     """
     stage.partial.mkdir(parents=True, exist_ok=True)
-    starts = range(0, len(images), batch_size)
-    with tqdm(starts, desc="encode images", unit="batch", dynamic_ncols=True, leave=False) as bar:
-        for first in bar:
-            shard = stage.partial / f"images-{first // batch_size:06d}.safetensors"
-            if shard.is_file():
-                continue
-            part = range(first, min(first + batch_size, len(images)))
+    count = -(-len(images) // batch_size)
+    shards = [stage.partial / f"images-{number:06d}.safetensors" for number in range(count)]
+    missing = missing_shards(shards)
+    with tqdm(
+        missing,
+        total=count,
+        initial=count - len(missing),
+        desc="encode images",
+        unit="batch",
+        dynamic_ncols=True,
+        leave=False,
+    ) as bar:
+        for number in bar:
+            part = range(number * batch_size, min((number + 1) * batch_size, len(images)))
             pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
             tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}
-            save_whole(tensors, shard)
+            save_whole(tensors, shards[number])
     captions = "".join(f"{caption}\n" for _, caption in images)
     (stage.partial / PROMPTS_FILE).write_text(captions, encoding="utf-8")
     stage.finish()

@@ -36,6 +36,7 @@ LAYERS = [
     ["config"],
     ["classification_config", "diffusion_config", "language_config"],
     ["recipe_file"],
+    ["input_files"],
     ["run_inputs"],
     ["devices", "optim", "data"],
     ["teachers"],

@@ -1,6 +1,7 @@
 """What `train --check` finds out before anything runs, and how far it looks."""
 
 import os
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -79,6 +80,40 @@ def test_a_folder_that_cannot_be_written(make_recipe, tmp_path, monkeypatch, key
     with pytest.raises(UserError, match=rf"{key}: \S+deep cannot be .*theirs: Permission denied"):
         commands.check(recipe, None)
     assert os.listdir(tmp_path / "theirs") == []
+
+
+def test_a_cache_that_is_there_may_be_read_only(make_recipe, tmp_path, monkeypatch):
+    recipe = make_recipe(cache_dir=str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "shared")
+    commands.check(recipe, None)
+
+
+@pytest.mark.parametrize("gone", ["nothing", "its content", "teacher"])
+def test_a_finished_run_needs_neither_its_inputs_nor_a_writable_folder(
+    make_recipe, tmp_path, monkeypatch, capsys, fresh, gone
+):
+    recipe = make_recipe(train={"max_steps": 1, "batch_size": 8})
+    teacher = shutil.copytree(recipe.teacher.path, tmp_path / "teacher")
+    recipe = recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"path": str(teacher)})})
+    folder = Path(recipe.output_dir)
+    commands.train(recipe, resume=False)
+    fresh()
+    if gone == "its content":
+        config = teacher / "scheduler" / "scheduler_config.json"
+        config.write_text(config.read_text() + "\n")
+    elif gone == "teacher":
+        shutil.rmtree(teacher)
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    commands.check(recipe, None, resume=True)
+    commands.train(recipe, resume=True)
+    assert capsys.readouterr().out.count("is already finished") == 2
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+    other = recipe.model_copy(update={"seed": recipe.seed + 1})
+    fresh()
+    with pytest.raises(UserError, match=r"--resume: seed was"):
+        commands.train(other, resume=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has fp16")

@@ -83,6 +83,29 @@ def test_a_home_that_cannot_be_written_costs_time_alone(tmp_path, cache_home):
     assert content_digest(tmp_path / "link") == content_digest(blob)
 
 
+def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, monkeypatch):
+    blob = tmp_path / "blobs" / ("a" * 64)
+    blob.parent.mkdir()
+    blob.write_text("weights")
+    (tmp_path / "link").symlink_to(blob)
+    expected = content_digest(blob)
+    # root may search every folder.
+    read_text = type(blob).read_text
+
+    def refuse(path, *args, **options):
+        if cache_home in path.parents:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read_text(path, *args, **options)
+
+    content_digest(tmp_path / "link")
+    monkeypatch.setattr(type(blob), "read_text", refuse)
+    assert content_digest(tmp_path / "link") == expected
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache_home.parent.parent))
+    (cache_home / blob.name).write_bytes(b"\xff")
+    assert content_digest(tmp_path / "link") == expected
+
+
 def test_pictures_are_known_by_their_contents(tmp_path):
     files = [tmp_path / "one" / f"{number}.png" for number in range(3)]
     files[0].parent.mkdir()

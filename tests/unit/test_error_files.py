@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from distiller import cli
+from distiller import cli, siblings
 from distiller.errors import AgreedError, OwnUserError, QualityGateError, RunError, StoppedError, UserError
 
 
@@ -75,6 +75,17 @@ def test_a_rank_that_follows_another_one_gives_its_reason(end, tmp_path):
     assert last_lines(tmp_path)[-2] == "  traceback : distiller, rank 1: row 3 is damaged"
     assert "/gloo/" not in text
     assert "gone" not in text
+
+
+def test_a_path_that_is_not_utf8_is_said(tmp_path, monkeypatch):
+    reason = f"distiller: data.path: {os.fsdecode(b'caf' + bytes([0xE9]))} does not exist"
+    for rank in (0, 1):
+        file = tmp_path / "attempt_0" / str(rank) / "error.json"
+        file.parent.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        assert siblings.speaks_first(reason) == (rank == 0)
+        siblings.leave_reason(reason, is_own=rank == 0)
+        assert json.loads(file.read_text())["message"]["message"] == (r"distiller: data.path: caf\udce9 does not exist")
 
 
 def test_what_one_rank_alone_can_see_is_not_replaced(end, tmp_path):

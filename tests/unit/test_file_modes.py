@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from accelerate.state import AcceleratorState, GradientState
 
 from distiller import caching, commands
+from distiller.diffusion.shards import missing_shards, save_whole
+from distiller.errors import UserError
 from distiller.file_modes import follow_umask
 from distiller.recipe_file import parse
 from tests import classifiers, toy_causal_lm
@@ -47,6 +51,29 @@ def test_a_folder_and_a_file(tmp_path, umask):
     files[0].chmod(0o400)
     follow_umask(files[0])
     assert wrong_modes(tmp_path, umask) == {}
+
+
+@pytest.mark.parametrize("reason", [errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EACCES])
+def test_a_mode_that_cannot_be_changed_costs_nothing_else(tmp_path, monkeypatch, reason):
+    """Another user's file, and file systems without modes."""
+
+    def refuse(path: Path, mode: int) -> None:
+        raise OSError(reason, os.strerror(reason), str(path))
+
+    (tmp_path / "a").touch(0o600)
+    monkeypatch.setattr(Path, "chmod", refuse)
+    follow_umask(tmp_path)
+
+
+def test_shards_of_an_unfinished_stage_are_the_groups_too(tmp_path, umask, monkeypatch):
+    files = [tmp_path / f"{number}.safetensors" for number in range(3)]
+    save_whole({"a": torch.zeros(2)}, files[1])
+    assert wrong_modes(tmp_path, umask) == {}
+    assert missing_shards(files) == [0, 2]
+    # Nobody is refused anything where tests run as root.
+    monkeypatch.setattr(os, "access", lambda file, mode: False)
+    with pytest.raises(UserError, match=r"^cache_dir: .*1.safetensors is another user's and cannot be read"):
+        missing_shards(files)
 
 
 def leave_everything(recipe, folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Where a run's files lie may change between its starts and for the commands that read it; what they hold may not."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -10,9 +11,11 @@ from safetensors.torch import load_file, save_file
 from distiller import commands
 from distiller.config import Recipe
 from distiller.errors import UserError
+from distiller.input_files import look_at
 from distiller.plain_yaml import parse_yaml
 from distiller.recipe_file import load
-from distiller.run_inputs import INPUTS, look_at, with_absolute_paths
+from distiller.run_inputs import INPUTS, check_same_inputs, remember, with_absolute_paths
+from distiller.sections import flatten
 from tests import toys
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
@@ -149,3 +152,38 @@ def change(file: Path) -> None:
         save_file({name: tensor + 1 for name, tensor in load_file(file).items()}, file)
     else:
         file.write_text(file.read_text().replace("a red cat", "a blue cat", 1) + "\n")
+
+
+def test_files_beside_a_model_are_no_part_of_it(work):
+    """Results, notes, and the checkpoints of whoever trained the teacher."""
+    folder = work / "models" / "teacher"
+    before = look_at(recipe_of(), "teacher.path")
+    assert before is not None
+    assert {"model_index.json", str(WEIGHTS), "scheduler/scheduler_config.json"} <= before.keys()
+    for name in ("eval_results.json", "notes.txt", "transformer/all_results.json", "checkpoint-5/model.safetensors"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    assert look_at(recipe_of(), "teacher.path") == before
+
+
+def test_a_hubs_model_is_compared_as_it_is_fetched(work, tmp_path, monkeypatch):
+    """At the beginning of a resumed run, its JSON files alone may be in the local cache."""
+    hub, cached = work / "models" / "teacher", tmp_path / "cached"
+    monkeypatch.setattr("distiller.input_files.snapshot_download", lambda *_, **__: str(cached))
+    recipe = recipe_of("task.kind=diffusion", "teacher.path=owner/name")
+    held = flatten(json.loads(recipe.model_dump_json()))
+    shutil.copytree(hub, cached)
+    (work / "run").mkdir()
+    remember(recipe, work / "run")
+    shutil.rmtree(cached)
+    shutil.copytree(hub, cached, ignore=shutil.ignore_patterns("*.safetensors"))
+    check_same_inputs(work / "run", held, recipe)
+    (cached / WEIGHTS).parent.mkdir(exist_ok=True)
+    shutil.copyfile(hub / WEIGHTS, cached / WEIGHTS)
+    remember(recipe, work / "run")
+    change(cached / WEIGHTS)
+    with pytest.raises(UserError, match=r"teacher.path owner/name is no longer what the run .*safetensors differs"):
+        remember(recipe, work / "run")
+    change(cached / "scheduler" / "scheduler_config.json")
+    with pytest.raises(UserError, match=r"scheduler_config.json differs"):
+        check_same_inputs(work / "run", held, recipe)

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from distiller import commands
+from distiller.build import build_task
 from distiller.cli import main
 from distiller.errors import UserError
-from distiller.run_reading import CHANGES
+from distiller.run_reading import CHANGES, exported_student, open_run
 from tests import recipe_keys, toys
 
 FEW = ["evaluation.num_samples=2", "evaluation.batch_size=2", "sampling.num_inference_steps=1"]
@@ -118,3 +119,26 @@ def test_one_rank_of_a_launch_reads_the_run(run_dir, tmp_path, capsys, monkeypat
         assert main(arguments) == 0
         assert bool(capsys.readouterr().out) == (rank == 0), arguments
     assert (run_dir / "student-step-3").exists() == (rank == 0)
+
+
+def test_a_checkpoint_is_named_from_inside_it_and_by_links(run_dir, tmp_path, monkeypatch):
+    scratch = Path(shutil.move(run_dir / "checkpoints", tmp_path / "scratch"))
+    shutil.copytree(scratch, run_dir / "checkpoints")
+    (run_dir / "checkpoints" / "best").symlink_to("step-2")
+    monkeypatch.chdir(run_dir / "checkpoints" / "step-2")
+    seen = [open_run(Path("."), "evaluate"), open_run(Path("..", "best"), "evaluate")]
+    assert [(run.folder, step_of(run)) for run in seen] == [(run_dir, 2)] * 2
+    commands.export(Path("."), None)
+    assert (run_dir / "student-step-2" / "config.json").is_file()
+    shutil.rmtree(run_dir / "checkpoints")
+    # Checkpoints on a faster, or larger, file system.
+    (run_dir / "checkpoints").symlink_to(scratch)
+    monkeypatch.chdir(run_dir)
+    assert open_run(Path("checkpoints", "step-3"), "evaluate").folder == run_dir
+    commands.export(run_dir, None)
+    assert (run_dir / "student-step-3" / "config.json").is_file()
+
+
+def step_of(run) -> int | None:
+    with exported_student(run, build_task(run.recipe)) as (_, step):
+        return step
