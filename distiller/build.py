@@ -128,7 +128,8 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     if resume and ranks.is_main:
         print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
-    check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
+    check_shared_stages(recipe, is_missing, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
         accelerator.print(f"note: {missing}")
     if done:

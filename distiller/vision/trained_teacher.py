@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -17,32 +18,33 @@ from distiller.vision.teacher_training import train_teacher
 
 @final
 class TrainedTeacher:
-    """Its weights, in a folder whose name changes with everything that they depend on.
-
-    Attributes:
-        stage: that folder.
-    """
+    """Its weights, in a folder whose name changes with everything that they depend on."""
 
     def __init__(
         self, recipe: ClassificationRecipe, files: ClassifierFiles, processor: Processor, source: PictureSource
     ) -> None:
-        """Trains nothing yet. Raises UserError where the teacher has weights already."""
-        self._options, self._files, self._processor, self._source = recipe.teacher_training, files, processor, source
+        """Trains nothing and reads no picture yet. Raises UserError where the teacher has weights already."""
+        self._recipe, self._options = recipe, recipe.teacher_training
+        self._files, self._processor, self._source = files, processor, source
         if found := files.found_weights(recipe.teacher.subfolder):
             raise UserError(
                 f"teacher_training.max_steps is {self._options.max_steps} and {files.source} has weights already "
                 f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
                 "weights"
             )
+
+    @cached_property
+    def stage(self) -> Stage:
+        """That folder. Reads every picture for its key, or what was noted of them. Raises UserError."""
         key = {
-            "config": files.describe(),
-            "processor": processor.describe(),
+            "config": self._files.describe(),
+            "processor": self._processor.describe(),
             "training": self._options.model_dump(mode="json"),
-            "data": source.data_digest,
-            "pictures": source.contents_digest(),
-            "crop_scale": recipe.data.crop_scale,
+            "data": self._source.data_digest,
+            "pictures": self._source.contents_digest,
+            "crop_scale": self._recipe.data.crop_scale,
         }
-        self.stage = Stage("teacher", key, recipe.stages_dir)
+        return Stage("teacher", key, self._recipe.stages_dir)
 
     @property
     def missing_folder(self) -> Path | None:
