@@ -17,10 +17,9 @@ _FolderId = tuple[int, int]
 def files_below(folder: Path) -> list[Path]:
     """All files at any depth, sorted by path.
 
-    A link to a folder is followed. A folder that the walk is inside of is not entered again, whichever way leads back to
-    it. A link whose target is
-    missing counts as a file, so that whoever reads it says so. Files and folders whose name begins with a dot are left
-    out. Raises UserError for a folder that cannot be read.
+    A link to a folder is followed. A folder that the walk is inside of is not entered again, whichever way leads back
+    to it. A link whose target is missing counts as a file, so that whoever reads it says so. Files and folders whose
+    name begins with a dot are left out. Raises UserError for a folder that cannot be read.
     """
     return sorted(_walk(folder, (), with_hidden=False))
 

@@ -116,13 +116,13 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     brief = {"max_steps": 1, "batch_size": 4, "log_every": 1}
     data = toy_pictures.recipe("sd", tmp_path, pictures["sd"], data={"max_samples": 4}, train=brief)
     data["sampling"] = {"num_inference_steps": 2}
-    del data["task"]["height"]
+    del data["task"]["height"], data["task"]["width"]
     recipe = parse(data)
     commands.train(recipe, False)
     assert "note: as StableDiffusionPipeline draws by itself: task.height 64" in capsys.readouterr().out
     file = tmp_path / "run" / "recipe.yaml"
     held = yaml.safe_load(file.read_text())
-    assert (held["task"]["height"], held["task"]["width"]) == (64, 32)
+    assert (held["task"]["height"], held["task"]["width"]) == (64, 64)
     assert held["sampling"]["guidance_scale"] == 7.5
     assert held["rollout"]["batch_size"] == 8
     assert held["evaluation"]["batch_size"] == 50
@@ -135,6 +135,14 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 
 
+@pytest.mark.parametrize(("given", "missing"), [("height", "width"), ("width", "height")])
+def test_one_side_alone_is_refused(make_recipe, given, missing):
+    data = make_recipe().model_dump(mode="json")
+    data["task"][missing] = None
+    with pytest.raises(UserError, match=rf"task\.{given} is 32 and task\.{missing} is left out; give both"):
+        parse(data)
+
+
 def test_latents_say_their_size(make_recipe, tmp_path):
     folder = tmp_path / "latents"
     folder.mkdir()
@@ -143,6 +151,8 @@ def test_latents_say_their_size(make_recipe, tmp_path):
     data = make_recipe(data={"kind": "latents", "path": str(folder)}).model_dump(mode="json")
     recipe = bare(data, keep=LEFT_OUT["sampling"])
     assert resolved(recipe)[0] == (5, 32, 48)
+    data["task"]["height"] = 32
+    assert resolved(parse(data))[0] == (5, 32, 48)
     assert (
         open_task(recipe).notices()[0].startswith("as the latents of data.path are: task.num_frames 5, task.height 32")
     )
