@@ -125,9 +125,7 @@ def _unlearnt_guidance(recipe: DiffusionRecipe) -> list[str]:
     if task.guidance.negative_prompt:
         learnt = "prompts of the data" + (" and of the empty one" if task.condition_dropout else "")
         said = f"those of task.guidance.negative_prompt {shown(task.guidance.negative_prompt)}"
-        instead = "task.guidance.negative_prompt='' with task.condition_dropout=" + (
-            f"{task.condition_dropout or 0.1:g}"
-        )
+        instead = f"task.guidance.negative_prompt='' with task.condition_dropout={task.condition_dropout or 0.1:g}"
         return [
             f"warning: drawings are guided (sampling.guidance_scale {scale:g}) and the student learns predictions of "
             f"the {learnt} alone: {said}, by which it is then guided, stay untrained; set {keys}, and it learns guided "
