@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import final
@@ -54,6 +55,8 @@ class TrainedTeacher:
     def train_once(self, ranks: Ranks) -> None:
         """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
         was_there = self.stage.is_complete
+        if not was_there and (others := self.stage.under_other_keys):
+            ranks.print(f"note: {_said_of(others)}, so the teacher is trained anew")
         self.stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
         if was_there:
             ranks.print(f"reusing {self.stage.folder}")
@@ -61,6 +64,11 @@ class TrainedTeacher:
     def weight_files(self) -> list[Path]:
         """The safetensors files. Raises UserError where it has not been trained."""
         if not self.stage.is_complete:
+            if others := self.stage.under_other_keys:
+                raise UserError(
+                    f"{self.stage.folder}: the trained teacher is not there; {_said_of(others)}: use the version, "
+                    "recipe and pictures that it was made with, or train again"
+                )
             raise UserError(
                 f"{self.stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
                 "was trained in"
@@ -71,3 +79,8 @@ class TrainedTeacher:
         return train_teacher(
             self.stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
         )
+
+
+def _said_of(others: Sequence[Path]) -> str:
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    return f"{others[-1]}{more} was made by an older version, by another recipe or from other pictures"
