@@ -35,7 +35,11 @@ from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
+<<<<<<< HEAD
 from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished, is_finished_by_files
+=======
+from distiller.output import check_output_dir, check_shared, check_shared_stages, claim_output_dir, is_finished
+>>>>>>> datafix
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.run_inputs import remember
@@ -127,8 +131,11 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
     )
+    finished = ranks.from_main(lambda: _is_finished(recipe, resume, last_step))
+    # What they cannot read is refused before the folder is this run's.
+    notices = () if finished else (*world.notices, *ranks.all_succeed(task.notices))
     cached = None
-    if is_cached and not ranks.from_main(lambda: is_finished(recipe, last_step)):
+    if is_cached and not finished:
         cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
         check_same_cache(Path(recipe.teacher.cache or ""), ranks)
     claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
@@ -139,12 +146,13 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     if resume and ranks.is_main:
         print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
-    check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
+    check_shared_stages(recipe, is_missing, ranks)
     if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
         accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
-    _announce((*world.notices, *task.notices()), plan, task, world.engine, accelerator)
+    _announce(notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
     stages_need_teacher = task.prepare_stages(ranks, dtype)
@@ -288,6 +296,12 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
             f"{_smaller_update(plan)}"
         )
     return plan
+
+
+def _is_finished(recipe: Recipe, resume: bool, last_step: int) -> bool:
+    """Whether the run has come to its end. Raises UserError where the folder cannot be this run's."""
+    check_output_dir(recipe, resume)
+    return is_finished(recipe, last_step)
 
 
 def _smaller_update(plan: UpdatePlan) -> str:

@@ -70,7 +70,8 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
     check_same_data(task, ranks)
-    check_shared_stages(recipe, task.missing_stage(dtype) is not None, ranks)
+    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
+    check_shared_stages(recipe, is_missing, ranks)
 
     started = time.perf_counter()
     # Before the key: a teacher that is trained first has no weights until then.

@@ -14,10 +14,14 @@ LARGE_BYTES = 64 * 2**20
 SETTLED_S = 2.0
 _DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
+_known: dict[bytes, bytes] = {}
+"""Digests that this process has computed, by those of the files' paths and looks: both packed, for many files."""
+
 
 def content_digest(file: Path) -> str:
     """BLAKE2b of the whole content, 32 hexadecimal digits. Raises OSError.
 
+<<<<<<< HEAD
     The weights of a large teacher take minutes, so their digest is noted down on this machine and each of them is read
     once: the hub's cache keeps large files under their SHA-256; other large safetensors files are known by their path,
     size and times.
@@ -25,11 +29,61 @@ def content_digest(file: Path) -> str:
     note = _note_of(file)
     if note is not None and (noted := _read(note)) is not None:
         return noted
+=======
+    A process reads each file once, for as long as it looks unchanged. The hub's cache keeps large files under their
+    SHA-256, so their digest is noted down on this machine and each of them is read once for all processes: the weights
+    of a large teacher take minutes.
+    """
+    look = hashlib.blake2b(repr((os.path.abspath(file), look_of(file))).encode(), digest_size=16).digest()
+    if look not in _known:
+        note = _note_of(file)
+        digest = None if note is None else read_note(note)
+        if digest is None:
+            digest = read_digest(file)
+            if note is not None:
+                write_note(note, digest)
+        _known[look] = bytes.fromhex(digest)
+    return _known[look].hex()
+
+
+def read_digest(file: Path) -> str:
+    """As `content_digest`, read from the file. Raises OSError."""
+>>>>>>> datafix
     with file.open("rb") as stream:
-        digest = hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-    if note is not None:
-        _write(note, digest)
-    return digest
+        return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def look_of(file: Path) -> tuple[int, int, int, int]:
+    """Size, time, device and inode, of what a link leads to: while they are the same, so is the content."""
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
+
+
+def note_file(name: str) -> Path:
+    """Where a digest is noted on this machine, for all runs of the user."""
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(cache) / "distiller" / "contents" / name
+
+
+def read_note(note: Path) -> str | None:
+    """The digest that was noted; None where there is none, or none that can be read."""
+    try:
+        noted = note.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        return None
+    return noted if _DIGEST.fullmatch(noted) else None
+
+
+def write_note(note: Path, digest: str) -> None:
+    """Notes a digest down; where that fails, it does nothing: a home that cannot be written costs time alone."""
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks may write the same note at once.
+        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=note.parent, delete=False) as stream:
+            stream.write(digest)
+        os.replace(stream.name, note)
+    except OSError:
+        return
 
 
 def _note_of(file: Path) -> Path | None:
@@ -57,6 +111,7 @@ def _read(note: Path) -> str | None:
         noted = note.read_text(encoding="ascii")
     except (OSError, ValueError):
         return None
+<<<<<<< HEAD
     return noted if _DIGEST.fullmatch(noted) else None
 
 
@@ -70,3 +125,6 @@ def _write(note: Path, digest: str) -> None:
     except OSError:
         # A home that cannot be written costs time, and no more.
         return
+=======
+    return note_file(blob.name)
+>>>>>>> datafix

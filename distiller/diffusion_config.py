@@ -75,8 +75,10 @@ class DiffusionOptions(TaskOptions):
     kind: Literal["diffusion"] = Field(  # type: ignore[assignment]
         default="diffusion", description="which task; left out: the one that the teacher is of"
     )
-    height: Positive | None = Field(default=None, description="pixels; None = the latents', or the pipeline's own")
-    width: Positive | None = Field(default=None, description="pixels; None = as height")
+    height: Positive | None = Field(
+        default=None, description="pixels, with width; None for both = the latents', or the pipeline's own"
+    )
+    width: Positive | None = Field(default=None, description="pixels, with height; None for both: see there")
     num_frames: Positive | None = Field(
         default=None,
         description="1 = text-to-image; otherwise 4 k + 1, for Wan; None = the latents', 1 for images, or the "
@@ -203,6 +205,7 @@ class DiffusionRecipe(RecipeOf[DiffusionOptions, DiffusionStudent, DiffusionData
         if losses.prediction.weight == losses.features.weight == losses.true_data.weight == 0:
             raise ValueError("task.losses: every weight is 0, nothing would be learnt; set one above 0")
         losses.features.check_pairs()
+        self._check_sides()
         if self.task.targets == "stored":
             if self.data.kind != "prompts" or not self.rollout.enabled:
                 raise ValueError(
@@ -235,3 +238,16 @@ class DiffusionRecipe(RecipeOf[DiffusionOptions, DiffusionStudent, DiffusionData
         if self.evaluation.min_recognised is not None and self.evaluation.judge == "none":
             raise ValueError("evaluation.min_recognised needs a judge; set evaluation.judge=digits, or remove it")
         return self
+
+    def _check_sides(self) -> None:
+        """Raises ValueError for one side alone: the pipeline's own other side would make a picture of odd proportions.
+
+        Latents have a size, with which a side that is given is compared.
+        """
+        sides = {"task.height": self.task.height, "task.width": self.task.width}
+        given = {key: side for key, side in sides.items() if side is not None}
+        if self.data.kind != "latents" and len(given) == 1:
+            (key, side), (missing,) = *given.items(), sides.keys() - given.keys()
+            raise ValueError(
+                f"{key} is {side} and {missing} is left out; give both, or leave both out for the pipeline's own size"
+            )

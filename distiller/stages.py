@@ -56,6 +56,15 @@ class Stage:
         return _is_finished(self.folder)
 
     @property
+    def under_other_keys(self) -> list[Path]:
+        """Complete results of this name that were made from something else, in the folder where this one is looked for.
+
+        Sorted by path.
+        """
+        found = (folder for folder in self._own_parent.glob(f"{self.name}-*") if _is_finished(folder))
+        return sorted(folder for folder in found if folder.name != self._folder_name and folder.suffix != ".partial")
+
+    @property
     def _own_parent(self) -> Path:
         return self.places.own if isinstance(self.places, StagePlaces) else self.places
 

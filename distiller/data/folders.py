@@ -17,15 +17,15 @@ _FolderId = tuple[int, int]
 def files_below(folder: Path) -> list[Path]:
     """All files at any depth, sorted by path.
 
-    A link to a folder is followed, unless it leads back to a folder that the walk is inside of. A link whose target is
-    missing counts as a file, so that whoever reads it says so. Files and folders whose name begins with a dot are left
-    out. Raises UserError for a folder that cannot be read.
+    A link to a folder is followed. A folder that the walk is inside of is not entered again, whichever way leads back
+    to it. A link whose target is missing counts as a file, so that whoever reads it says so. Files and folders whose
+    name begins with a dot are left out. Raises UserError for a folder that cannot be read.
     """
     return sorted(_walk(folder, (), with_hidden=False))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders and links to folders directly inside, sorted; neither hidden ones nor links that lead back."""
+    """The folders and links to folders directly inside, sorted; neither hidden ones nor those around `folder`."""
     inside_of = (_id_of(folder),)
     found = [entry for entry in _entries(folder) if _is_folder(entry) and not entry.name.startswith(".")]
     return sorted(folder / entry.name for entry in found if not _leads_back(entry, inside_of))
@@ -80,7 +80,8 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _leads_back(entry: os.DirEntry[str], inside_of: tuple[_FolderId, ...]) -> bool:
-    return entry.is_symlink() and _id_of(Path(entry.path)) in inside_of
+    # Folders that are no links too: below a link to a folder around the first one, the walk meets it again.
+    return _id_of(Path(entry.path)) in inside_of
 
 
 def _id_of(folder: Path) -> _FolderId:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, ImageCms, ImageOps
+from PIL import ExifTags, Image, ImageCms
 
 from distiller.errors import RunError, UserError
 
@@ -28,6 +28,17 @@ READER = 2
 
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM", "JPEG2000")
 """Formats whose pixels in Pillow's mode I (int32) go from 0 to 65,535."""
+
+_TRANSPOSED = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""What turns a picture upright, by its EXIF orientation."""
 
 
 class UnreadablePictureError(ValueError):
@@ -98,9 +109,25 @@ def pixels_of(image: Image.Image, num_channels: int) -> np.ndarray:
     """
     stored_format = image.format
     image.seek(0)
-    image = _on_white(_eight_bit(ImageOps.exif_transpose(image), stored_format))
+    image = _on_white(_eight_bit(_upright(image), stored_format))
     pixels = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
     return pixels[:, :, None] if num_channels == 1 else pixels
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    """The image as its EXIF orientation says; EXIF that cannot be read counts as absent.
+
+    `ImageOps.exif_transpose` writes the whole EXIF anew as well, which fails for tags of other types than they say.
+    """
+    # Some formats know their EXIF only once they are read.
+    image.load()
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        method = _TRANSPOSED.get(orientation)
+    except Exception:
+        # Pillow's reader of EXIF raises errors of many kinds, and the pixels are whole.
+        method = None
+    return image if method is None else image.transpose(method)
 
 
 def _eight_bit(image: Image.Image, stored_format: str | None) -> Image.Image:

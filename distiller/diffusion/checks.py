@@ -10,7 +10,7 @@ from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
 from distiller.digits import IMAGE_SIZE
-from distiller.errors import UserError
+from distiller.errors import UserError, shown
 
 LEAST_SHARE_OF_PIXELS = 1 / 4
 """Of the pictures that a network learnt from; a rule of thumb, as half of each side."""
@@ -63,21 +63,34 @@ def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
 
 
 def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
-    """What is said where the student learns another guidance than the teacher draws with, by which it is judged."""
+    """What is said of scales without effect, and where the student learns another guidance than it is judged by.
+
+    It is judged by the teacher's drawings.
+    """
     guidance, sampling = recipe.task.guidance, recipe.sampling
+    notes, second = [], sampling.guidance_scale_2
+    if second is not None and scale_of(sampling.scales, (1,)) != second:
+        notes.append(
+            f"sampling.guidance_scale_2 {second:g} has no effect while sampling.guidance_scale is at most 1, given "
+            f"{sampling.scales[0]:g}: as in the pipeline, neither transformer is guided"
+        )
     if guidance.scale is None:
-        return _unlearnt_guidance(recipe)
+        return [*notes, *_unlearnt_guidance(recipe)]
     if isinstance(guidance.scale, tuple):
-        return []
-    pairs = [("scale", guidance.scale, "guidance_scale", scale_of(sampling.scales, (0,)))]
+        return notes
+    pairs = [("scale", guidance.scale, "guidance_scale", 0)]
     if guidance.scale_2 is not None:
-        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", scale_of(sampling.scales, (1,))))
-    return [
-        f"task.guidance.{key} is {learnt:g} and sampling.{other} {drawn:g}: rollout, samples and evaluation have the "
-        "teacher draw at the second, and the student learns the first; set both alike to compare them"
-        for key, learnt, other, drawn in pairs
-        if learnt != drawn
-    ]
+        pairs.append(("scale_2", guidance.scale_2, "guidance_scale_2", 1))
+    for key, learnt, other, module in pairs:
+        own, drawn = sampling.scales[module], scale_of(sampling.scales, (module,))
+        if learnt != drawn:
+            unguided = ", which draws without guidance" if drawn != own else ""
+            notes.append(
+                f"task.guidance.{key} is {learnt:g} and sampling.{other} {own:g}{unguided}: rollout, samples and "
+                "evaluation have the teacher draw at the second, and the student learns the first; set both alike to "
+                "compare them"
+            )
+    return notes
 
 
 def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
@@ -86,7 +99,11 @@ def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
     if not family.has_own_size or family.teacher_config["sample_size"] is None:
         return []
     _, height, width = recipe.task.size
-    _, own_height, own_width = family.own_size()
+    try:
+        _, own_height, own_width = family.own_size()
+    except UserError:
+        # Refused where the recipe leaves the size out; here it gives both sides.
+        return []
     if LEAST_SHARE_OF_PIXELS * own_height * own_width <= height * width:
         return []
     return [
@@ -99,9 +116,21 @@ def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
 def _unlearnt_guidance(recipe: DiffusionRecipe) -> list[str]:
     """A warning where the student will be guided by predictions that it has never been trained to make."""
     scale, second = recipe.sampling.scales[0], recipe.sampling.guidance_scale_2
-    if scale <= 1 or recipe.task.targets == "stored" or recipe.task.condition_dropout:
+    task = recipe.task
+    # Dropped prompts become the empty one.
+    is_learnt = task.condition_dropout > 0 and not task.guidance.negative_prompt
+    if scale <= 1 or task.targets == "stored" or is_learnt:
         return []
     keys = f"task.guidance.scale={scale:g}" + (f" and scale_2={second:g}" if second is not None else "")
+    if task.guidance.negative_prompt:
+        learnt = "prompts of the data" + (" and of the empty one" if task.condition_dropout else "")
+        said = f"those of task.guidance.negative_prompt {shown(task.guidance.negative_prompt)}"
+        instead = f"task.guidance.negative_prompt='' with task.condition_dropout={task.condition_dropout or 0.1:g}"
+        return [
+            f"warning: drawings are guided (sampling.guidance_scale {scale:g}) and the student learns predictions of "
+            f"the {learnt} alone: {said}, by which it is then guided, stay untrained; set {keys}, and it learns guided "
+            f"predictions and draws in one pass, or {instead}"
+        ]
     return [
         f"warning: drawings are guided (sampling.guidance_scale {scale:g}) and the student learns predictions with a "
         "prompt alone: those without one, by which it is then guided, stay untrained; set "

@@ -20,10 +20,15 @@ def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[st
         groups: texts by what a user calls them. A text that stands twice counts twice and is tokenised once.
     """
     tokenizers = family.load_tokenizers()
-    kept = family.kept_tokens(tokenizers, family.text_length(task))
-    advice = "shorten them, or raise task.max_sequence_length" if task.max_sequence_length else "shorten them"
+    length = family.text_length(task)
+    kept = family.kept_tokens(tokenizers, length)
+    longer = family.text_length(task.model_copy(update={"max_sequence_length": length + 1}))
+    kept_longer = family.kept_tokens(tokenizers, longer)
     notices = []
     for name, tokenizer in tokenizers.items():
+        advice = "shorten them"
+        if task.max_sequence_length and kept_longer[name] > kept[name]:
+            advice += ", or raise task.max_sequence_length"
         for group, texts in groups.items():
             lost = _lost_tokens(family, tokenizer, kept[name], texts)
             cut = [text for text in texts if lost[text]]

@@ -154,7 +154,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             **changes,
             "config": self._files.describe(),
             "processor": self._processor.describe(),
-            "pictures": self._source.contents_digest(),
+            "pictures": self._source.contents_digest,
         }
 
     def sample_ids(self, batch: PictureBatch) -> tuple[int, ...]:

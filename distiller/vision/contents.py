@@ -2,48 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock
 from tqdm import tqdm
 
-from distiller.contents import content_digest
+from distiller.contents import look_of, note_file, read_digest, read_note, write_note
 from distiller.errors import UserError
-from distiller.stage_places import StagePlaces
-from distiller.stages import Stage, digest_of
+from distiller.stages import digest_of
 
-_DIGEST_FILE = "digest.txt"
 _THREADS = 8
 """Hashing and reading both run without Python's lock."""
 
 
-def contents_digest(files: Sequence[Path], stages_dir: Path | StagePlaces) -> str:
+def contents_digest(files: Sequence[Path]) -> str:
     """Of the contents, in this order: the same for a copy of the files, whatever their times. Does not communicate.
 
-    Reads every file, which of a large data set takes as long as a pass over it; the result is kept in a stage under
-    the files' paths, sizes, times and inodes. Raises UserError.
+    Reads every file, which of a large data set takes as long as a pass over it; the result is noted on this machine
+    under the files' paths, sizes, times and inodes, and one of its processes reads while the others wait for the note.
+    Where nothing can be noted, each of them reads. Raises UserError for a file that cannot be read.
     """
     try:
-        looks = [[str(file.absolute()), *_look(file)] for file in files]
-        stage = Stage("picture-contents", {"files": digest_of(looks)}, stages_dir)
-        stage.make_once(True, lambda: _make(stage, files))
-        return (stage.folder / _DIGEST_FILE).read_text(encoding="ascii")
+        note = note_file(f"pictures-{digest_of([[str(file.absolute()), *look_of(file)] for file in files])}")
+        digest = read_note(note)
+        if digest is None:
+            with _alone_where_possible(note):
+                digest = read_note(note) or _read(files)
+                write_note(note, digest)
+        return digest
     except OSError as error:
-        raise UserError(f"data.path: {error.filename}: {error.strerror}; restore it, or set cache_dir=...") from error
+        raise UserError(f"data.path: {error.filename}: {error.strerror}; restore it") from error
 
 
-def _look(file: Path) -> tuple[int, int, int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
+@contextmanager
+def _alone_where_possible(note: Path) -> Iterator[None]:
+    """Holds the note's lock, where the file system lets one be taken."""
+    lock = FileLock(note.with_name(f"{note.name}.lock"))
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except (OSError, NotImplementedError):
+        # A home that cannot be written, or without locks.
+        pass
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _make(stage: Stage, files: Sequence[Path]) -> None:
+def _read(files: Sequence[Path]) -> str:
     with (
         ThreadPoolExecutor(_THREADS, "contents") as readers,
-        tqdm(readers.map(content_digest, files), total=len(files), desc="read pictures", leave=False) as digests,
+        tqdm(readers.map(read_digest, files), total=len(files), desc="read pictures", leave=False) as digests,
     ):
-        digest = digest_of(list(digests))
-    stage.partial.mkdir(parents=True, exist_ok=True)
-    (stage.partial / _DIGEST_FILE).write_text(digest, encoding="ascii")
-    stage.finish()
+        return digest_of(list(digests))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import final
 
 from distiller.classification_config import ClassificationRecipe
@@ -28,7 +29,7 @@ class PictureSource:
 
     def __init__(self, recipe: ClassificationRecipe, labels: Sequence[str], processor: Processor) -> None:
         """`labels` are the teacher's classes, in the order of its logits. Raises UserError where the data's differ."""
-        data, self._stages_dir = recipe.data, recipe.stages_dir
+        data = recipe.data
         self._pictures = pictures = open_pictures(data)
         self.notices = pictures.notices
         origin = f"data.path: {data.path}" if data.path else f"data.kind: {data.kind}"
@@ -51,6 +52,7 @@ class PictureSource:
         """Reads some of the pictures, and says how many. Raises UserError for one that cannot be read."""
         return look_at(lambda number: self._pictures.read(number, num_channels), len(self._pictures.classes))
 
+    @cached_property
     def contents_digest(self) -> str:
-        """Changes when a picture does. Of a folder, the first call reads every file."""
-        return digest_of(self._pictures.contents(self._stages_dir))
+        """Changes when a picture does. Of a folder, every file is read, or what was noted of them. Raises UserError."""
+        return digest_of(self._pictures.contents())

@@ -26,7 +26,6 @@ from distiller.data.pictures import (
 from distiller.digits import DIGIT_WORDS, real_digits
 from distiller.errors import RunError, UserError
 from distiller.resources import looked_for
-from distiller.stage_places import StagePlaces
 from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
 
@@ -47,10 +46,10 @@ class Pictures(ABC):
     notices: Sequence[str] = ()
 
     @abstractmethod
-    def contents(self, stages_dir: Path | StagePlaces) -> Any:
+    def contents(self) -> Any:
         """What changes when the pictures' pixels do, for JSON: the same for a copy of the data, wherever it lies.
 
-        May read every picture, once, and keep what it found in `stages_dir`.
+        May read every picture.
         """
 
     @abstractmethod
@@ -83,8 +82,8 @@ class FolderPictures(Pictures):
         sizes = [check_size(file) for file in self._files]
         self.names = [f"{file.relative_to(path)}, {size} bytes" for file, size in zip(self._files, sizes, strict=True)]
 
-    def contents(self, stages_dir: Path | StagePlaces) -> Any:
-        return [READER, contents_digest(self._files, stages_dir)]
+    def contents(self) -> Any:
+        return [READER, contents_digest(self._files)]
 
     def read(self, number: int, num_channels: int) -> Picture:
         file = self._files[number]
@@ -136,8 +135,7 @@ class DatasetPictures(Pictures):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
         self._loaded, self._column = loaded, data.image_column
 
-    def contents(self, stages_dir: Path | StagePlaces) -> Any:
-        del stages_dir
+    def contents(self) -> Any:
         return [READER, str(self._loaded._fingerprint), self._column]
 
     def read(self, number: int, num_channels: int) -> Picture:
@@ -161,8 +159,7 @@ class DigitPictures(Pictures):
         self.classes = labels.tolist()
         self.names = [f"digit/{number}" for number in range(len(self.classes))]
 
-    def contents(self, stages_dir: Path | StagePlaces) -> Any:
-        del stages_dir
+    def contents(self) -> Any:
         return [hashlib.sha256(self._images.tobytes()).hexdigest()]
 
     def read(self, number: int, num_channels: int) -> Picture:

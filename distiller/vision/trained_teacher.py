@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import final
 
@@ -17,32 +19,33 @@ from distiller.vision.teacher_training import train_teacher
 
 @final
 class TrainedTeacher:
-    """Its weights, in a folder whose name changes with everything that they depend on.
-
-    Attributes:
-        stage: that folder.
-    """
+    """Its weights, in a folder whose name changes with everything that they depend on."""
 
     def __init__(
         self, recipe: ClassificationRecipe, files: ClassifierFiles, processor: Processor, source: PictureSource
     ) -> None:
-        """Trains nothing yet. Raises UserError where the teacher has weights already."""
-        self._options, self._files, self._processor, self._source = recipe.teacher_training, files, processor, source
+        """Trains nothing and reads no picture yet. Raises UserError where the teacher has weights already."""
+        self._recipe, self._options = recipe, recipe.teacher_training
+        self._files, self._processor, self._source = files, processor, source
         if found := files.found_weights(recipe.teacher.subfolder):
             raise UserError(
                 f"teacher_training.max_steps is {self._options.max_steps} and {files.source} has weights already "
                 f"({found}), which training would not begin with; remove teacher_training, or give a folder without "
                 "weights"
             )
+
+    @cached_property
+    def stage(self) -> Stage:
+        """That folder. Reads every picture for its key, or what was noted of them. Raises UserError."""
         key = {
-            "config": files.describe(),
-            "processor": processor.describe(),
+            "config": self._files.describe(),
+            "processor": self._processor.describe(),
             "training": self._options.model_dump(mode="json"),
-            "data": source.data_digest,
-            "pictures": source.contents_digest(),
-            "crop_scale": recipe.data.crop_scale,
+            "data": self._source.data_digest,
+            "pictures": self._source.contents_digest,
+            "crop_scale": self._recipe.data.crop_scale,
         }
-        self.stage = Stage("teacher", key, recipe.stages_dir)
+        return Stage("teacher", key, self._recipe.stages_dir)
 
     @property
     def missing_folder(self) -> Path | None:
@@ -52,6 +55,8 @@ class TrainedTeacher:
     def train_once(self, ranks: Ranks) -> None:
         """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
         was_there = self.stage.is_complete
+        if not was_there and (others := self.stage.under_other_keys):
+            ranks.print(f"note: {_said_of(others)}, so the teacher is trained anew")
         self.stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
         if was_there:
             ranks.print(f"reusing {self.stage.folder}")
@@ -59,6 +64,11 @@ class TrainedTeacher:
     def weight_files(self) -> list[Path]:
         """The safetensors files. Raises UserError where it has not been trained."""
         if not self.stage.is_complete:
+            if others := self.stage.under_other_keys:
+                raise UserError(
+                    f"{self.stage.folder}: the trained teacher is not there; {_said_of(others)}: use the version, "
+                    "recipe and pictures that it was made with, or train again"
+                )
             raise UserError(
                 f"{self.stage.folder}: the trained teacher is not there; give the cache_dir (or output_dir) that it "
                 "was trained in"
@@ -69,3 +79,8 @@ class TrainedTeacher:
         return train_teacher(
             self.stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
         )
+
+
+def _said_of(others: Sequence[Path]) -> str:
+    more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
+    return f"{others[-1]}{more} was made by an older version, by another recipe or from other pictures"

@@ -426,6 +426,39 @@ class TestRuns:
         assert "reusing" in capsys.readouterr().out
         assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
 
+    def test_opening_the_task_reads_no_picture_and_writes_nothing(self, make_data, tmp_path, monkeypatch):
+        bare = tmp_path / "bare"
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        monkeypatch.setattr("distiller.vision.sources.contents_digest", _refuse)
+        data = make_data(teacher={"path": str(bare)}, teacher_training={"max_steps": 4})
+        commands.check(parse(data), None)
+        task = parse_task(data)
+        assert not (tmp_path / "cache").exists()
+        assert not Path(data["output_dir"]).exists()
+        with pytest.raises(AssertionError, match="reads every picture"):
+            task.missing_stage(torch.float32)
+
+    def test_a_teacher_under_another_key_is_named(self, make_data, tmp_path, capsys, monkeypatch):
+        bare = tmp_path / "bare"
+        classifiers.resnet_config().save_pretrained(bare)
+        (bare / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        trained = parse_task(make_data(teacher={"path": str(bare)}, teacher_training={"max_steps": 4}))._trained
+        with pytest.raises(UserError, match="give the cache_dir"):
+            trained.weight_files()
+        old = tmp_path / "cache" / "teacher-0123456789abcdef"
+        old.mkdir(parents=True)
+        (old / "key.json").write_text("{}")
+        with pytest.raises(UserError, match="teacher-0123456789abcdef was made by an older version, by another recipe"):
+            trained.weight_files()
+        monkeypatch.setattr(type(trained), "_train", lambda self, ranks: self.stage.partial.mkdir() or _finish(self))
+        trained.train_once(toys.ALONE)
+        said = capsys.readouterr().out.splitlines()
+        assert "teacher-0123456789abcdef was made by an older version" in said[0]
+        assert said[0].startswith("note: ")
+        assert said[0].endswith("so the teacher is trained anew")
+        assert said[1:] == ["trained"]
+
     def test_a_dry_run_trains_its_teacher_for_as_few_updates(self, make_data, tmp_path, capsys):
         bare = tmp_path / "bare"
         classifiers.resnet_config().save_pretrained(bare)
@@ -480,6 +513,15 @@ class TestRuns:
         folder = run(make_data(task={"losses": losses, "channels_last": True}))
         assert toys.read_metrics(folder)[0]["perf/teacher_ms"] is None
         assert math.isfinite(toys.read_metrics(folder)[-1]["loss"])
+
+
+def _finish(trained):
+    trained.stage.finish()
+    return "trained"
+
+
+def _refuse(*_):
+    raise AssertionError("reads every picture")
 
 
 def parse_task(data: dict):

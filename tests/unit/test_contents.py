@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
+from distiller import contents
 from distiller.contents import content_digest
 from distiller.diffusion.families import find_pipeline
+from distiller.errors import UserError
 from distiller.stages import digest_files
 from distiller.teacher_config import Teacher
 from distiller.vision.contents import contents_digest
@@ -62,6 +64,8 @@ def test_large_files_of_the_hub_are_read_once(tmp_path, cache_home):
     blob.write_bytes(b"others!")
     assert content_digest(tmp_path / "model.safetensors") == expected
     (cache_home / blob.name).write_text("torn")
+    # As in the next process.
+    contents._known.clear()
     assert content_digest(tmp_path / "model.safetensors") != expected
 
 
@@ -83,6 +87,7 @@ def test_a_home_that_cannot_be_written_costs_time_alone(tmp_path, cache_home):
     assert content_digest(tmp_path / "link") == content_digest(blob)
 
 
+<<<<<<< HEAD
 def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, monkeypatch):
     blob = tmp_path / "blobs" / ("a" * 64)
     blob.parent.mkdir()
@@ -107,6 +112,9 @@ def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, m
 
 
 def test_pictures_are_known_by_their_contents(tmp_path):
+=======
+def test_pictures_are_known_by_their_contents(tmp_path, cache_home):
+>>>>>>> datafix
     files = [tmp_path / "one" / f"{number}.png" for number in range(3)]
     files[0].parent.mkdir()
     for number, file in enumerate(files):
@@ -115,12 +123,13 @@ def test_pictures_are_known_by_their_contents(tmp_path):
     copies = [tmp_path / "two" / file.name for file in files]
     for file in copies:
         os.utime(file, ns=(1, 1))
-    first = contents_digest(files, tmp_path / "stages")
-    assert contents_digest(copies, tmp_path / "stages") == first
-    assert len(list((tmp_path / "stages").glob("picture-contents-*"))) == 2
+    first = contents_digest(files)
+    assert contents_digest(copies) == first
+    assert len([note for note in cache_home.glob("pictures-*") if note.suffix != ".lock"]) == 2
     # The same size and the same place: the time says that it has to be read again.
     files[1].write_bytes(b"\7" * 10)
     os.utime(files[1], ns=(2, 2))
+<<<<<<< HEAD
     assert contents_digest(files, tmp_path / "stages") != first
 
 
@@ -141,3 +150,28 @@ def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, mon
     # The same size, place and time of change, as a copy that keeps times has it.
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
     assert content_digest(file) == hashlib.blake2b(b"others!", digest_size=16).hexdigest()
+=======
+    changed = contents_digest(files)
+    assert changed != first
+    shutil.rmtree(cache_home)
+    cache_home.write_text("a file")
+    assert contents_digest(files) == changed
+    files[0].unlink()
+    with pytest.raises(UserError, match=r"data\.path: .*0\.png: No such file"):
+        contents_digest(files)
+
+
+def test_a_process_reads_a_file_once_until_it_looks_another(tmp_path, monkeypatch):
+    read, file = [], tmp_path / "weights"
+    file.write_bytes(b"1")
+    whole = contents.read_digest
+    monkeypatch.setattr(contents, "read_digest", lambda file: read.append(file) or whole(file))
+    first = content_digest(file)
+    assert content_digest(file) == first
+    assert read == [file]
+    os.utime(file, ns=(1, 1))
+    assert content_digest(file) == first
+    file.write_bytes(b"22")
+    assert content_digest(file) != first
+    assert len(read) == 3
+>>>>>>> datafix

@@ -51,6 +51,16 @@ def test_the_walk_ends_and_names_each_file_once_a_path(linked):
     assert files_matching(f"{data}/none/**/1") == []
 
 
+def test_a_link_to_the_folder_around_the_first_reads_nothing_twice(tmp_path):
+    train = tmp_path / "data" / "train"
+    (train / "cat").mkdir(parents=True)
+    (train / "cat" / "1").touch()
+    (tmp_path / "data" / "2").touch()
+    (train / "up").symlink_to("..")
+    assert [str(file.relative_to(train)) for file in files_below(train)] == ["cat/1", "up/2"]
+    assert [str(file.relative_to(train)) for file in files_matching(f"{train}/**/[12]")] == ["cat/1", "up/2"]
+
+
 def test_a_folder_that_cannot_be_read_is_said(linked, monkeypatch):
     data, _ = linked(lambda file: file.touch())
 

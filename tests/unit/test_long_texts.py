@@ -1,6 +1,7 @@
 """Texts that a pipeline's tokenizers cut are counted, already by --check, whatever they are read from."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -85,6 +86,8 @@ def test_each_tokenizer_of_the_picture_families_has_its_own_limit(pictures, tmp_
     assert len(notices) == len(counts)
     for notice, (name, (kept, lost)) in zip(notices, counts.items(), strict=True):
         assert f"1 of 2 texts lose {lost} tokens in all, since the pipeline's {name} keeps {kept} of each" in notice
+        # The length of CLIP's tokenizers is their own.
+        assert notice.endswith("raise task.max_sequence_length") == (name == "tokenizer_3")
 
 
 def test_what_is_said_is_what_the_encoder_gets(make_recipe, tmp_path):
@@ -107,3 +110,12 @@ def test_a_tokenizer_that_cannot_be_loaded_is_one_line(make_recipe, pipelines, t
     task = open_task(make_recipe(teacher={"path": str(folder)}))
     with pytest.raises(UserError, match=r"its tokenizer cannot be loaded .* copy the folder again"):
         task.notices()
+
+
+def test_a_run_that_is_refused_for_its_tokenizer_leaves_no_folder(make_recipe, pipelines, tmp_path):
+    folder = shutil.copytree(pipelines[1], tmp_path / "damaged")
+    (folder / "tokenizer" / "tokenizer.json").write_text("{}")
+    recipe = make_recipe(teacher={"path": str(folder)})
+    with pytest.raises(UserError, match=r"its tokenizer cannot be loaded"):
+        commands.train(recipe, False)
+    assert not Path(recipe.output_dir).exists()

@@ -1,6 +1,7 @@
 """One reader for both tasks' picture files: every mode of Pillow, orientation, transparency; which files are read."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
@@ -96,6 +97,21 @@ def test_both_tasks_turn_pictures_as_their_exif_entry_says(tmp_path, orientation
     Image.fromarray(np.ascontiguousarray(undone[orientation](upright))).save(file, exif=exif)
     assert np.array_equal(open_pictures(ClassificationData(path=str(tmp_path))).read(0, 3), upright)
     assert np.array_equal(((load_image(file, 16, 16) + 1) * 127.5).permute(1, 2, 0), upright)
+
+
+def test_exif_of_wrong_types_still_turns_the_picture(tmp_path):
+    """XResolution is a rational number by the standard, here a text, which Pillow reads and cannot write."""
+    entries = struct.pack("<HHIHH", 0x112, 3, 1, 6, 0) + struct.pack("<HHI4s", 0x11A, 2, 4, b"abc\0")
+    exif = b"Exif\0\0II*\0\x08\0\0\0" + struct.pack("<H", 2) + entries + bytes(4)
+    lying = np.zeros((8, 16, 3), np.uint8)
+    lying[:, :8] = 255
+    (tmp_path / "cat").mkdir()
+    for name, content in (("1.png", exif), ("2.png", b"Exif\0\0II*\0\xff\xff\xff\xff"), ("3.png", b"Exif\0\0MM")):
+        Image.fromarray(lying).save(tmp_path / "cat" / name, exif=content)
+    pictures = open_pictures(ClassificationData(path=str(tmp_path)))
+    assert np.array_equal(pictures.read(0, 3), np.rot90(lying, -1))
+    assert np.array_equal(pictures.read(1, 3), lying)
+    assert np.array_equal(pictures.read(2, 3), lying)
 
 
 @pytest.mark.parametrize("mode", ["F", "I"])

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from distiller import commands, draws
 from distiller.data.latents import LatentStore
+from distiller.diffusion.checks import size_notes
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.samples import draw_teacher
@@ -116,13 +117,13 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     brief = {"max_steps": 1, "batch_size": 4, "log_every": 1}
     data = toy_pictures.recipe("sd", tmp_path, pictures["sd"], data={"max_samples": 4}, train=brief)
     data["sampling"] = {"num_inference_steps": 2}
-    del data["task"]["height"]
+    del data["task"]["height"], data["task"]["width"]
     recipe = parse(data)
     commands.train(recipe, False)
     assert "note: as StableDiffusionPipeline draws by itself: task.height 64" in capsys.readouterr().out
     file = tmp_path / "run" / "recipe.yaml"
     held = yaml.safe_load(file.read_text())
-    assert (held["task"]["height"], held["task"]["width"]) == (64, 32)
+    assert (held["task"]["height"], held["task"]["width"]) == (64, 64)
     assert held["sampling"]["guidance_scale"] == 7.5
     assert held["rollout"]["batch_size"] == 8
     assert held["evaluation"]["batch_size"] == 50
@@ -135,6 +136,14 @@ def test_a_run_s_recipe_has_the_numbers(pictures, tmp_path, capsys):
     assert open_task(load(str(file))).notices() == open_task(recipe).notices()[1:]
 
 
+@pytest.mark.parametrize(("given", "missing"), [("height", "width"), ("width", "height")])
+def test_one_side_alone_is_refused(make_recipe, given, missing):
+    data = make_recipe().model_dump(mode="json")
+    data["task"][missing] = None
+    with pytest.raises(UserError, match=rf"task\.{given} is 32 and task\.{missing} is left out; give both"):
+        parse(data)
+
+
 def test_latents_say_their_size(make_recipe, tmp_path):
     folder = tmp_path / "latents"
     folder.mkdir()
@@ -143,6 +152,8 @@ def test_latents_say_their_size(make_recipe, tmp_path):
     data = make_recipe(data={"kind": "latents", "path": str(folder)}).model_dump(mode="json")
     recipe = bare(data, keep=LEFT_OUT["sampling"])
     assert resolved(recipe)[0] == (5, 32, 48)
+    data["task"]["height"] = 32
+    assert resolved(parse(data))[0] == (5, 32, 48)
     assert (
         open_task(recipe).notices()[0].startswith("as the latents of data.path are: task.num_frames 5, task.height 32")
     )
@@ -191,6 +202,8 @@ GUIDED = {"guidance_scale": 4.0, "num_inference_steps": 3}
     [
         ({"sampling": GUIDED}, True),
         ({"sampling": GUIDED, "task": {"condition_dropout": 0.1}}, False),
+        ({"sampling": GUIDED, "task": {"condition_dropout": 0.1, "guidance": {"negative_prompt": "a cat"}}}, True),
+        ({"sampling": GUIDED, "task": {"guidance": {"negative_prompt": "a cat"}}}, True),
         ({"sampling": GUIDED, "task": {"guidance": {"scale": 4.0}}}, False),
         ({"sampling": GUIDED, "task": {"targets": "stored"}}, False),
         ({}, False),
@@ -203,6 +216,34 @@ def test_guided_drawings_and_a_student_that_never_learns_guidance_are_a_warning(
         assert "sampling.guidance_scale 4" in notices[0]
         assert "task.guidance.scale=4" in notices[0]
         assert "task.condition_dropout=0.1" in notices[0]
+        assert ("task.guidance.negative_prompt='' with" in notices[0]) == ("guidance" in sections.get("task", {}))
+
+
+@pytest.mark.parametrize(
+    ("scales", "learnt", "said"),
+    [
+        ((0.5, 4.0), None, ["sampling.guidance_scale_2 4 has no effect while sampling.guidance_scale is at most 1"]),
+        (
+            (0.5, 4.0),
+            {"scale": 3.0},
+            ["sampling.guidance_scale_2 4 has no effect", "is 3 and sampling.guidance_scale 0.5, which draws without"],
+        ),
+        ((0.5, None), {"scale": 1.0}, []),
+        ((3.0, 4.0), {"scale": 3.0, "scale_2": 2.0}, ["scale_2 is 2 and sampling.guidance_scale_2 4: rollout"]),
+    ],
+)
+def test_notes_of_guidance_say_the_recipe_s_own_numbers(make_recipe, scales, learnt, said):
+    sampling = {"num_inference_steps": 3, "guidance_scale": scales[0], "guidance_scale_2": scales[1]}
+    notices = open_task(make_recipe(2, sampling=sampling, task={"guidance": learnt or {}})).notices()
+    assert len(notices) == len(said)
+    assert all(words in notice for words, notice in zip(said, notices, strict=True))
+
+
+def test_a_config_whose_size_says_nothing_is_no_error_where_the_recipe_gives_one(tmp_path):
+    folder = toy_pictures.make_sd(tmp_path / "sd", sample_size=[64, 64, 64])
+    assert (
+        size_notes(parse(toy_pictures.recipe("sd", tmp_path, folder)), find_pipeline(Teacher(path=str(folder)))) == []
+    )
 
 
 @pytest.mark.filterwarnings("ignore:__array__:DeprecationWarning")
