@@ -35,11 +35,14 @@ from distiller.launch_fsdp import wrapped_classes
 from distiller.launch_rules import check_nvme_room
 from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.optim import build_optimizer
-<<<<<<< HEAD
-from distiller.output import check_shared, check_shared_stages, claim_output_dir, is_finished, is_finished_by_files
-=======
-from distiller.output import check_output_dir, check_shared, check_shared_stages, claim_output_dir, is_finished
->>>>>>> datafix
+from distiller.output import (
+    check_output_dir,
+    check_shared,
+    check_shared_stages,
+    claim_output_dir,
+    is_finished,
+    is_finished_by_files,
+)
 from distiller.process import settle_loader_worker, world_size
 from distiller.ranks import Ranks
 from distiller.run_inputs import remember

@@ -1,4 +1,4 @@
-"""The digest of a file's content, however the file is stored: as it is, as a link, or in the hub's cache."""
+"""The digest of a file's content, whatever the file is called and however it is stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from pathlib import Path
 
 LARGE_BYTES = 64 * 2**20
 """From this size on, the digest of weights that lie in a plain folder is noted down."""
+
 SETTLED_S = 2.0
+"""A file that changed less than this ago may change again within the resolution of the file system's times."""
+
 _DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
 _known: dict[bytes, bytes] = {}
@@ -21,18 +24,9 @@ _known: dict[bytes, bytes] = {}
 def content_digest(file: Path) -> str:
     """BLAKE2b of the whole content, 32 hexadecimal digits. Raises OSError.
 
-<<<<<<< HEAD
-    The weights of a large teacher take minutes, so their digest is noted down on this machine and each of them is read
-    once: the hub's cache keeps large files under their SHA-256; other large safetensors files are known by their path,
-    size and times.
-    """
-    note = _note_of(file)
-    if note is not None and (noted := _read(note)) is not None:
-        return noted
-=======
-    A process reads each file once, for as long as it looks unchanged. The hub's cache keeps large files under their
-    SHA-256, so their digest is noted down on this machine and each of them is read once for all processes: the weights
-    of a large teacher take minutes.
+    A process reads each file once, for as long as it looks unchanged. The weights of a large teacher take minutes, so
+    their digest is noted down on this machine and they are read once for all processes: the hub's cache keeps large
+    files under their SHA-256; other large safetensors files are known by their path, size and times.
     """
     look = hashlib.blake2b(repr((os.path.abspath(file), look_of(file))).encode(), digest_size=16).digest()
     if look not in _known:
@@ -48,15 +42,17 @@ def content_digest(file: Path) -> str:
 
 def read_digest(file: Path) -> str:
     """As `content_digest`, read from the file. Raises OSError."""
->>>>>>> datafix
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def look_of(file: Path) -> tuple[int, int, int, int]:
-    """Size, time, device and inode, of what a link leads to: while they are the same, so is the content."""
+def look_of(file: Path) -> tuple[int, int, int, int, int]:
+    """Size, times, device and inode, of what a link leads to: while they are the same, so is the content.
+
+    The time of the last change of any kind is among them, which no program sets.
+    """
     status = file.stat()
-    return status.st_size, status.st_mtime_ns, status.st_dev, status.st_ino
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
 
 
 def note_file(name: str) -> Path:
@@ -90,41 +86,10 @@ def _note_of(file: Path) -> Path | None:
     """Where the digest is noted of a file of the hub's cache, or of large weights; None for other files."""
     found = file.resolve()
     if file.is_symlink() and found.parent.name == "blobs" and _SHA256.fullmatch(found.name):
-        return _notes() / found.name
+        return note_file(found.name)
     about = file.stat()
-    # What has just been written may be written again within the resolution of the file system's times.
     is_settled = time.time() - max(about.st_mtime, about.st_ctime) > SETTLED_S
     if found.suffix != ".safetensors" or about.st_size < LARGE_BYTES or not is_settled:
         return None
-    # The time of the last change of any kind is one that no program sets.
-    known_by = f"{found}\0{about.st_ino}\0{about.st_size}\0{about.st_mtime_ns}\0{about.st_ctime_ns}"
-    return _notes() / f"file-{hashlib.sha256(os.fsencode(known_by)).hexdigest()}"
-
-
-def _notes() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "distiller" / "contents"
-
-
-def _read(note: Path) -> str | None:
-    """The noted digest; None where there is none, it is torn, or the home cannot be read."""
-    try:
-        noted = note.read_text(encoding="ascii")
-    except (OSError, ValueError):
-        return None
-<<<<<<< HEAD
-    return noted if _DIGEST.fullmatch(noted) else None
-
-
-def _write(note: Path, digest: str) -> None:
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks may write the same note at once.
-        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=note.parent, delete=False) as stream:
-            stream.write(digest)
-        os.replace(stream.name, note)
-    except OSError:
-        # A home that cannot be written costs time, and no more.
-        return
-=======
-    return note_file(blob.name)
->>>>>>> datafix
+    known_by = f"{found}\0{look_of(file)}"
+    return note_file(f"file-{hashlib.sha256(os.fsencode(known_by)).hexdigest()}")

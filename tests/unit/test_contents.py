@@ -87,7 +87,6 @@ def test_a_home_that_cannot_be_written_costs_time_alone(tmp_path, cache_home):
     assert content_digest(tmp_path / "link") == content_digest(blob)
 
 
-<<<<<<< HEAD
 def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, monkeypatch):
     blob = tmp_path / "blobs" / ("a" * 64)
     blob.parent.mkdir()
@@ -111,10 +110,7 @@ def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, m
     assert content_digest(tmp_path / "link") == expected
 
 
-def test_pictures_are_known_by_their_contents(tmp_path):
-=======
 def test_pictures_are_known_by_their_contents(tmp_path, cache_home):
->>>>>>> datafix
     files = [tmp_path / "one" / f"{number}.png" for number in range(3)]
     files[0].parent.mkdir()
     for number, file in enumerate(files):
@@ -129,28 +125,6 @@ def test_pictures_are_known_by_their_contents(tmp_path, cache_home):
     # The same size and the same place: the time says that it has to be read again.
     files[1].write_bytes(b"\7" * 10)
     os.utime(files[1], ns=(2, 2))
-<<<<<<< HEAD
-    assert contents_digest(files, tmp_path / "stages") != first
-
-
-def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, monkeypatch):
-    monkeypatch.setattr("distiller.contents.LARGE_BYTES", 4)
-    file, other = tmp_path / "model.safetensors", tmp_path / "model.bin"
-    for each in (file, other):
-        each.write_bytes(b"weights")
-    first = content_digest(file)
-    assert not cache_home.exists(), "it may be written again within the file system's resolution of time"
-    monkeypatch.setattr("distiller.contents.SETTLED_S", -1.0)
-    assert content_digest(file) == content_digest(other) == first
-    (note,) = cache_home.iterdir()
-    note.write_text("0" * 32)
-    assert content_digest(file) == "0" * 32
-    times = file.stat()
-    file.write_bytes(b"others!")
-    # The same size, place and time of change, as a copy that keeps times has it.
-    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert content_digest(file) == hashlib.blake2b(b"others!", digest_size=16).hexdigest()
-=======
     changed = contents_digest(files)
     assert changed != first
     shutil.rmtree(cache_home)
@@ -174,4 +148,25 @@ def test_a_process_reads_a_file_once_until_it_looks_another(tmp_path, monkeypatc
     file.write_bytes(b"22")
     assert content_digest(file) != first
     assert len(read) == 3
->>>>>>> datafix
+
+
+def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, monkeypatch):
+    monkeypatch.setattr("distiller.contents.LARGE_BYTES", 4)
+    file, other = tmp_path / "model.safetensors", tmp_path / "model.bin"
+    for each in (file, other):
+        each.write_bytes(b"weights")
+    first = content_digest(file)
+    assert not cache_home.exists(), "it may be written again within the file system's resolution of time"
+    monkeypatch.setattr("distiller.contents.SETTLED_S", -1.0)
+    # As another process, which has read nothing yet.
+    monkeypatch.setattr(contents, "_known", {})
+    assert content_digest(file) == content_digest(other) == first
+    (note,) = cache_home.iterdir()
+    note.write_text("0" * 32)
+    monkeypatch.setattr(contents, "_known", {})
+    assert content_digest(file) == "0" * 32
+    times = file.stat()
+    file.write_bytes(b"others!")
+    # The same size, place and time of change, as a copy that keeps times has it.
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert content_digest(file) == hashlib.blake2b(b"others!", digest_size=16).hexdigest()
