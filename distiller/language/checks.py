@@ -70,6 +70,20 @@ def check_lengths(data: LanguageData, teacher: Anatomy, student: Anatomy) -> Non
             )
 
 
+def tokenised_prompts(prompts: Sequence[str], tokenizer: Any, vocabulary: int) -> list[list[int]]:
+    """The prompts' tokens. UserError for one without any, or with an id that is not below `vocabulary`."""
+    rows = [list(tokenizer(prompt).input_ids) for prompt in prompts]
+    for prompt, row in zip(prompts, rows, strict=True):
+        if not row:
+            raise UserError(f"the prompt {prompt!r} has no tokens; give at least one word")
+        if max(row) >= vocabulary:
+            raise UserError(
+                f"the prompt {prompt!r} has the token id {max(row)}, and teacher and student have {vocabulary} ids in "
+                "common; leave that token out"
+            )
+    return rows
+
+
 def check_continuations(
     beginnings: Sequence[Sequence[int]], max_new_tokens: int, teacher: Anatomy, student: Anatomy
 ) -> None:

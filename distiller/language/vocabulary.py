@@ -90,8 +90,21 @@ def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
     return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
 
 
-def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> str | None:
-    """One line where an output layer has ids that stand for no token."""
+def vocabulary_notices(tokenizer: Any, teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> list[str]:
+    """A line where ids of an output layer stand for no token, and one where tokens have no place in one.
+
+    Args:
+        tokenizer: the teacher's.
+        ids: those that are compared.
+    """
+    notices = (
+        _unused_ids_notice(teacher_vocabulary, student_vocabulary, ids),
+        _unreachable_tokens_notice(tokenizer, min(teacher_vocabulary, student_vocabulary)),
+    )
+    return [notice for notice in notices if notice is not None]
+
+
+def _unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> str | None:
     sizes = {"teacher": teacher_vocabulary, "student": student_vocabulary}
     unused = [
         f"{ids.num_unused(size)} of the {owner}'s {size} ids" for owner, size in sizes.items() if ids.num_unused(size)
@@ -105,9 +118,8 @@ def unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: Tok
     )
 
 
-def unreachable_tokens_notice(tokenizer: Any, teacher_vocabulary: int, student_vocabulary: int) -> str | None:
-    """One line where the teacher's tokenizer has tokens whose ids one of the models has no place for."""
-    shared = min(teacher_vocabulary, student_vocabulary)
+def _unreachable_tokens_notice(tokenizer: Any, shared: int) -> str | None:
+    """`shared`: ids that both models have are below it."""
     beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= shared)
     if not beyond:
         return None

@@ -15,7 +15,13 @@ from torch import Tensor
 from distiller.devices import teacher_dtype
 from distiller.errors import UserError
 from distiller.language.batch import TokenSample
-from distiller.language.checks import check_continuations, check_feature_blocks, check_lengths, objective_of
+from distiller.language.checks import (
+    check_continuations,
+    check_feature_blocks,
+    check_lengths,
+    objective_of,
+    tokenised_prompts,
+)
 from distiller.language.chunked import HiddenTarget, Target
 from distiller.language.comparison import compare_forms, table
 from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
@@ -23,7 +29,7 @@ from distiller.language.counted import CountedBatch
 from distiller.language.divergences import ForwardKL
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
-from distiller.language.files import find_model
+from distiller.language.files import LanguageFiles, find_model
 from distiller.language.logits import Head, TokenIds
 from distiller.language.miniature import check_behaviour
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
@@ -35,12 +41,7 @@ from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_
 from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.text import documents_of, open_corpus
 from distiller.language.trained import LanguageStudent, Lesson, LessonSums
-from distiller.language.vocabulary import (
-    check_same_tokens,
-    other_reading,
-    unreachable_tokens_notice,
-    unused_ids_notice,
-)
+from distiller.language.vocabulary import check_same_tokens, other_reading, vocabulary_notices
 from distiller.language_config import LanguageRecipe
 from distiller.ranks import Ranks
 from distiller.stages import Stage
@@ -78,7 +79,10 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             check_behaviour(self._student.anatomy, self._student.origin, recipe.data.packing)
         self._shared = min(self.files.anatomy.vocabulary, self._student.anatomy.vocabulary)
         self._source = LanguageSource(recipe, self.files.root, trusts_code, self._shared)
-        self._reads_alike, self._other_reading = self._compare_readings()
+        self._own, self._other_reading = self._compare_readings()
+        self._known = self.network.ids
+        if self._own is not None:
+            self._known = TokenIds.of(self._own.tokenizer, below=self._student.anatomy.vocabulary)
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         self._beginnings()
         features = recipe.task.losses.features
@@ -87,22 +91,14 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         self._head: Head | None = None
         self._dtype = torch.float32
 
-    def _compare_readings(self) -> tuple[bool, str | None]:
-        """Whether the student has a tokenizer of its own that reads as the teacher's does, and how it does not."""
+    def _compare_readings(self) -> tuple[LanguageFiles | None, str | None]:
+        """The student's files, where its own tokenizer reads as the teacher's and is exported; and how it does not."""
         own, data = self._student.files, self._recipe.data
         if own is None or own.tokenizer is None:
-            return False, None
+            return None, None
         documents = documents_of(open_corpus(data), data.max_samples)
         difference = other_reading(self.files, own, documents, self._recipe.task.trust_remote_code)
-        return difference is None, difference
-
-    @property
-    def _known(self) -> TokenIds:
-        """The ids of the exported tokenizer's tokens: the student's own, where that reads as the teacher's does."""
-        own = self._student.files if self._reads_alike else None
-        if own is None:
-            return self.network.ids
-        return TokenIds.of(own.tokenizer, below=self._student.anatomy.vocabulary)
+        return (own if difference is None else None), difference
 
     @property
     def needs_live_teacher(self) -> bool:
@@ -111,10 +107,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
 
     def notices(self) -> list[str]:
         sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
-        found = [
-            unused_ids_notice(*sizes, self.network.ids),
-            unreachable_tokens_notice(self.files.tokenizer, *sizes),
-        ]
+        found = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
         if self._other_reading is not None:
             found.append(
                 f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
@@ -123,7 +116,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
-        return [*(notice for notice in found if notice is not None), *self._source.notices()]
+        return [*found, *self._source.notices()]
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
@@ -258,8 +251,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
-        own = self._student.files if self._reads_alike else None
-        export_student(self._student, (own or self.files).root, self._known, state, folder)
+        export_student(self._student, (self._own or self.files).root, self._known, state, folder)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
         beginnings = self._beginnings()
@@ -349,16 +341,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return self._readable(found)
 
     def _tokenised(self, prompts: Sequence[str]) -> list[list[int]]:
-        rows = [list(self.files.tokenizer(prompt).input_ids) for prompt in prompts]
-        for prompt, row in zip(prompts, rows, strict=True):
-            if not row:
-                raise UserError(f"the prompt {prompt!r} has no tokens; give at least one word")
-            if max(row) >= self._shared:
-                raise UserError(
-                    f"the prompt {prompt!r} has the token id {max(row)}, and teacher and student have {self._shared} "
-                    "ids in common; leave that token out"
-                )
-        return self._readable(rows)
+        return self._readable(tokenised_prompts(prompts, self.files.tokenizer, self._shared))
 
     def _readable(self, beginnings: list[list[int]]) -> list[list[int]]:
         count = self._recipe.evaluation.max_new_tokens
