@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -23,29 +24,43 @@ class TrackedRun:
     """What trackers know of a run from all its sessions so far.
 
     Attributes:
-        id: the same in every session, and another one in every output folder.
-        last_step: the last one that may have been handed to them.
+        id: the same in every session, and another one in every output folder. A folder that was copied, moved, or is
+            mounted under another path is another run's: nobody can tell these apart, and two runs with one id would
+            write into each other's series.
+        folder: the resolved path of the `tracking` folder that the id belongs to.
+        handed: the last step that may have been handed to each tracker, by its name.
     """
 
     id: str
-    last_step: int
+    folder: str
+    handed: dict[str, int]
+
+    def with_step(self, trackers: Iterable[str], step: int) -> TrackedRun:
+        """As it is when these trackers get a step's numbers."""
+        return replace(self, handed=self.handed | {name: max(step, self.handed.get(name, 0)) for name in trackers})
+
+    def write(self) -> None:
+        """Into its folder, which it makes."""
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = (folder / _RUN_FILE).with_suffix(".tmp")
+        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
+        temporary.replace(folder / _RUN_FILE)
 
 
-def tracked_run(folder: Path, last_step: int) -> TrackedRun:
-    """The run in a `tracking` folder, which has now been seen to reach `last_step`. Writes it there.
-
-    A new one, with nothing handed over, where there is none: earlier sessions had no trackers.
-    """
-    file = folder / _RUN_FILE
+def tracked_run(folder: Path) -> TrackedRun:
+    """The run of a `tracking` folder; a new one, written there, where the folder has none of its own."""
+    place, handed = str(folder.resolve()), {}
     try:
-        held = TrackedRun(**json.loads(file.read_text(encoding="utf-8")))
-        run = TrackedRun(held.id, max(held.last_step, last_step))
-    except (OSError, ValueError, TypeError):
-        run = TrackedRun(uuid.uuid4().hex[:12], 0)
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text(json.dumps(asdict(run)) + "\n", encoding="utf-8")
-    temporary.replace(file)
+        held = TrackedRun(**json.loads((folder / _RUN_FILE).read_text(encoding="utf-8")))
+        if held.folder == place:
+            return held
+        # TensorBoard's files were copied with the folder, and go on.
+        handed = {name: step for name, step in held.handed.items() if name == "tensorboard"}
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass
+    run = TrackedRun(uuid.uuid4().hex[:12], place, handed)
+    run.write()
     return run
 
 
@@ -59,31 +74,35 @@ class Trackers:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
-        self._last_step = 0
+        self._run = TrackedRun("", "", {})
 
-    def start(self, recipe: Recipe, first_step: int, last_logged: int) -> None:
+    def start(self, recipe: Recipe, first_step: int) -> None:
         """Opens the trackers that the recipe names; wandb works offline when there is no key, and asks nothing.
 
-        Args:
-            first_step: of this session.
-            last_logged: the last step that the session before has logged; 0 where there was none.
+        `first_step` is this session's.
         """
-        folder = Path(recipe.output_dir) / TRACKING_FOLDER
-        run = TrackedRun("", 0)
         if self._accelerator.is_main_process:
-            run = tracked_run(folder, last_logged)
-        self._last_step = run.last_step
-        self._accelerator.init_trackers(recipe.tracking.project, None, options_of(recipe, run, first_step))
+            self._run = tracked_run(Path(recipe.output_dir) / TRACKING_FOLDER)
+        self._accelerator.init_trackers(recipe.tracking.project, None, options_of(recipe, self._run, first_step))
         for tracker in self._accelerator.trackers:
             # TensorBoard makes each set of values a run of its own.
-            if run.last_step == 0 or tracker.name != "tensorboard":
+            if tracker.name != "tensorboard" or tracker.name not in self._run.handed:
                 tracker.store_init_configuration({"recipe": dump(recipe)})
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
         """Hands a step's numbers to the trackers that do not have them."""
-        for tracker in self._accelerator.trackers:
-            if step > self._last_step or tracker.name == "tensorboard":
-                tracker.log(numbers, step=step)
+        takers = [
+            tracker
+            for tracker in self._accelerator.trackers
+            if step > self._run.handed.get(tracker.name, 0) or tracker.name == "tensorboard"
+        ]
+        if not takers:
+            return
+        # Before: a session that dies in between leaves a gap, which a tracker takes, and no step twice.
+        self._run = self._run.with_step([tracker.name for tracker in takers], step)
+        self._run.write()
+        for tracker in takers:
+            tracker.log(numbers, step=step)
 
 
 def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, dict[str, Any]]:

@@ -27,10 +27,10 @@ class Tracker:
         self._accelerator, self._file = accelerator, LineFile(Path(recipe.output_dir) / METRICS_FILE)
         self._is_terminal, self._last_step = sys.stderr.isatty(), last_step
         self._bar: tqdm[Any] | None = None
-        self._trackers, self._first_step, self._last_logged = Trackers(accelerator), first_step, 0
+        self._trackers, self._first_step = Trackers(accelerator), first_step
         if not accelerator.is_main_process:
             return
-        self._last_logged = _cut_back(self._file.path, first_step - 1)
+        _cut_back(self._file.path, first_step - 1)
         self._bar = tqdm(
             total=last_step,
             initial=first_step - 1,
@@ -44,7 +44,7 @@ class Tracker:
     def start_trackers(self, recipe: Recipe) -> None:
         """Opens the trackers that the recipe names, as a part of what earlier sessions have handed to them."""
         if recipe.tracking.trackers:
-            self._trackers.start(recipe, self._first_step, self._last_logged)
+            self._trackers.start(recipe, self._first_step)
 
     def advance(self) -> None:
         """Moves the bar by one step."""
@@ -101,20 +101,17 @@ def last_metrics(run_dir: Path) -> dict[str, Any]:
     return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
 
 
-def _cut_back(file: Path, last_step: int) -> int:
-    """Drops what lies behind the checkpoint's step, and a torn last line; the last step that was there, 0 if none."""
+def _cut_back(file: Path, last_step: int) -> None:
+    """Drops what lies behind the checkpoint's step, and a torn last line."""
     if not file.is_file():
-        return 0
-    kept, last_logged = [], 0
+        return
+    kept: list[str] = []
     for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            step = json.loads(line)["step"]
-            last_logged = max(last_logged, step)
-            if step <= last_step:
+            if json.loads(line)["step"] <= last_step:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
     temporary = file.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(file)
-    return last_logged

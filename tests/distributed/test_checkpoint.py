@@ -13,7 +13,7 @@ import torch
 from accelerate import PartialState
 
 from distiller import output
-from distiller.checkpoint import writing
+from distiller.checkpoint import gathering, writing
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
@@ -28,6 +28,10 @@ from tests.toy_task import toy_recipe
 
 def _full(*_: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _no_memory(*_: Any) -> Any:
+    raise RuntimeError("not enough memory: you tried to allocate 9 bytes")
 
 
 def everything(folder: Path) -> dict[str, Any]:
@@ -68,6 +72,12 @@ def everything(folder: Path) -> dict[str, Any]:
     # Its tensors lie across these buffers.
     checkpoints._snapshot = Snapshot(torch.device("cpu"), 32)
     results["gathered"] = {name: value.clone() for name, value in checkpoints.gathered_result().items()}
+    if ranks.is_main:
+        gathering._allocated = _no_memory  # type: ignore[assignment]
+    try:
+        checkpoints.gathered_result()
+    except AgreedError as error:
+        results["no memory"] = str(error)
     results["there"] = [checkpoints.saved_result(step) for step in (6, 7)]
 
     verify(folder, 6, ranks)
@@ -109,6 +119,7 @@ def test_three_ranks(tmp_path):
             assert f"step-4: {os.strerror(errno.ENOSPC)}" in result[f"{name}, at the end"]
         assert result["afterwards"] == ["latest", "step-2", "step-6"]
         assert result["there"] == [tmp_path / "checkpoints" / "step-6", None]
+        assert result["no memory"] == "rank 0: RuntimeError: not enough memory: you tried to allocate 9 bytes"
         assert "rank-00001-of-00003.safetensors is damaged" in result["damaged"]
         assert f"continue from {tmp_path}/checkpoints/step-2" in result["damaged"]
         assert "of rank 1 is not the folder of rank 0" in result["not shared"]

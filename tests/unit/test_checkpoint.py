@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from distiller.average import MovingAverage
 from distiller.checkpoint import saving, snapshot, writing
 from distiller.checkpoint.format import Spent, dump_progress, parse_progress, rank_file
+from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
@@ -325,3 +326,14 @@ def test_when_a_checkpoint_is_due(settings, step, elapsed_s, due):
 
 def test_the_buffers_size_is_what_the_allocator_gives():
     assert snapshot.BUFFER_BYTES & (snapshot.BUFFER_BYTES - 1) == 0
+
+
+def test_a_gathered_tensor_is_allocated_once(monkeypatch):
+    pieces = [("weights", Piece("a", start, torch.arange(start, start + 4.0))) for start in (0, 4, 8)]
+    shot = Snapshot(CPU, 64)
+    shot.take(pieces)
+    sizes, empty = [], torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **options: sizes.append(size) or empty(*size, **options))
+    whole = whole_on_main(shot, {"a": (3, 4)}, ALONE)
+    assert torch.equal(whole["a"], torch.arange(12.0).view(3, 4))
+    assert sizes.count((12,)) == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,44 +56,64 @@ def test_tensorboard_shows_one_series_whose_steps_never_go_back(tmp_path):
     assert len(list((tmp_path / "run" / "tracking" / "distiller").glob("*/events*"))) == 1
 
 
-def test_the_id_lies_in_the_output_folder_and_the_last_step_is_the_furthest(tmp_path):
-    first = tracked_run(tmp_path / "a", 4)
-    # Sessions before had no trackers: what they logged was handed to nobody.
-    assert first.last_step == 0
-    assert tracked_run(tmp_path / "a", 8) == type(first)(first.id, 8)
-    # A session that died before it came as far.
-    assert tracked_run(tmp_path / "a", 6).last_step == 8
-    assert tracked_run(tmp_path / "b", 0).id != first.id
-    (tmp_path / "a" / "run.json").write_text("torn")
-    assert tracked_run(tmp_path / "a", 6).last_step == 0
+def test_the_id_lies_in_the_output_folder_and_a_copy_is_another_run(tmp_path):
+    first = tracked_run(tmp_path / "a")
+    assert first.handed == {}
+    first.with_step(["wandb", "tensorboard"], 8).with_step(["tensorboard"], 6).write()
+    again = tracked_run(tmp_path / "a")
+    assert (again.id, again.handed) == (first.id, {"wandb": 8, "tensorboard": 8})
+    (tmp_path / "link").symlink_to("a")
+    assert tracked_run(tmp_path / "link") == again
+    assert tracked_run(tmp_path / "b").id != first.id
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    copy = tracked_run(tmp_path / "copy")
+    assert (copy.id != first.id, copy.handed) == (True, {"tensorboard": 8})
+    assert tracked_run(tmp_path / "copy") == copy
+    for torn in ("torn", "[]", '{"id": 1}'):
+        (tmp_path / "a" / "run.json").write_text(torn)
+        assert tracked_run(tmp_path / "a").handed == {}
+
+
+def test_steps_of_a_session_without_trackers_were_handed_to_nobody(tmp_path):
+    """A tracker gets what it lacks, also where the recipe has named it in an earlier session."""
+    recipe, given = recipe_with(tmp_path / "run", "wandb", mode="disabled"), []
+    log_with(recipe, range(1, 5), {"wandb": given})
+    # Steps 5 to 12 in a session with --set tracking.trackers=[], of which metrics.jsonl knows.
+    log_with(recipe, range(9, 15), {"wandb": given})
+    assert given == [*range(1, 5), *range(9, 15)]
+
+
+def log_with(recipe: Any, steps: range, given: dict[str, list[int]]) -> None:
+    """A session whose trackers are doubles that note the steps."""
+    doubles = [
+        SimpleNamespace(
+            name=name,
+            store_init_configuration=lambda values: None,
+            log=lambda values, step, name=name: given[name].append(step),
+        )
+        for name in given
+    ]
+    accelerator: Any = SimpleNamespace(
+        is_main_process=True, trackers=doubles, init_trackers=lambda project, config, options: None
+    )
+    trackers = Trackers(accelerator)
+    trackers.start(recipe, steps.start)
+    for step in steps:
+        trackers.log({"loss": 1.0}, step)
 
 
 def test_a_tracker_that_cannot_drop_steps_gets_none_twice(tmp_path):
     recipe = recipe_with(tmp_path / "run", "wandb", "tensorboard", mode="disabled")
     given: dict[str, list[int]] = {"wandb": [], "tensorboard": []}
-    for last_logged, steps in ((0, range(1, 9)), (8, range(6, 8)), (7, range(6, 13))):
-        doubles = [
-            SimpleNamespace(
-                name=name,
-                store_init_configuration=lambda values: None,
-                log=lambda values, step, name=name: given[name].append(step),
-            )
-            for name in given
-        ]
-        accelerator: Any = SimpleNamespace(
-            is_main_process=True, trackers=doubles, init_trackers=lambda project, config, options: None
-        )
-        trackers = Trackers(accelerator)
-        trackers.start(recipe, steps.start, last_logged)
-        for step in steps:
-            trackers.log({"loss": 1.0}, step)
+    for steps in (range(1, 9), range(6, 8), range(6, 13)):
+        log_with(recipe, steps, given)
     assert given["wandb"] == list(range(1, 13))
     assert given["tensorboard"] == [*range(1, 9), *range(6, 8), *range(6, 13)]
 
 
 def test_pieces_share_a_group_and_online_a_run(tmp_path, monkeypatch):
     recipe = recipe_with(tmp_path / "mine", "wandb", "trackio", "tensorboard", run_name="seven")
-    run = tracked_run(tmp_path / "mine" / "tracking", 0)
+    run = tracked_run(tmp_path / "mine" / "tracking")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     options = options_of(recipe, run, 6)
