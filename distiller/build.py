@@ -40,7 +40,6 @@ from distiller.output import (
     check_shared,
     check_shared_stages,
     claim_output_dir,
-    is_finished,
     is_finished_by_files,
 )
 from distiller.process import settle_loader_worker, world_size
@@ -134,7 +133,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
     )
-    finished = ranks.from_main(lambda: _is_finished(recipe, resume, last_step))
+    finished = ranks.from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
     notices = () if finished else (*world.notices, *ranks.all_succeed(task.notices))
     cached = None
@@ -299,12 +298,6 @@ def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_
             f"{_smaller_update(plan)}"
         )
     return plan
-
-
-def _is_finished(recipe: Recipe, resume: bool, last_step: int) -> bool:
-    """Whether the run has come to its end. Raises UserError where the folder cannot be this run's."""
-    check_output_dir(recipe, resume)
-    return is_finished(recipe, last_step)
 
 
 def _smaller_update(plan: UpdatePlan) -> str:
