@@ -65,7 +65,8 @@ class DocumentTokenizer:
         self._tokenizer = tokenizer
         self._written: set[str] = set()
         """Of `BESIDE`, what the chat template was seen to write."""
-        self._pad_ids = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        pad_ids: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id)
+        self._pad_ids = [int(number) for number in pad_ids if number is not None]
 
     @property
     def num_ids(self) -> int:
@@ -74,7 +75,7 @@ class DocumentTokenizer:
 
     def pad_id(self, vocabulary: int | None = None) -> int:
         """What rows are filled up with: an id below `vocabulary`. What it is has no effect, since it is masked."""
-        return next((i for i in self._pad_ids if i is not None and (vocabulary is None or i < vocabulary)), 0)
+        return next((i for i in self._pad_ids if vocabulary is None or i < vocabulary), 0)
 
     @property
     def digest(self) -> str:
