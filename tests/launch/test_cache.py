@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from distiller.cache.layout import shard_name
+from distiller.stage_places import CACHED_STAGES
 from distiller.weight_files import read_header
 from tests import toys
 from tests.launch.launching import CONFIGS, begin, launch
@@ -124,4 +125,4 @@ def test_a_cache_whose_writing_is_killed_again_and_again_is_the_same(toy, refere
     assert result.code == 0, result.stderr
     assert files_of(broken) == files_of(whole)
     names = {file.name for file in broken.iterdir()}
-    assert names == {*files_of(whole), "key.json", "manifest.json", ".running"}
+    assert names == {*files_of(whole), "key.json", "manifest.json", ".running", CACHED_STAGES}
