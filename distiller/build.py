@@ -15,7 +15,6 @@ from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
 from torch.utils.data import DataLoader, Dataset
 
-from distiller.average import MovingAverage
 from distiller.cache.key import content_key
 from distiller.cache.layout import Layout
 from distiller.cache.manifest import MANIFEST_FILE, open_cache
@@ -23,39 +22,40 @@ from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
-from distiller.config import Recipe
+from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.devices import quiet_libraries, teacher_dtype
-from distiller.durable import missing_durability
+from distiller.distributed.devices import quiet_libraries, teacher_dtype
+from distiller.distributed.process import settle_loader_worker, world_size
+from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError, UserError
-from distiller.launch import open_world, resolve_accumulation
-from distiller.launch_deepspeed import deepspeed_config, is_deepspeed_launch
-from distiller.launch_fsdp import wrapped_classes
-from distiller.launch_rules import check_nvme_room
-from distiller.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
-from distiller.optim import build_optimizer
-from distiller.output import (
+from distiller.launch.accelerator import open_world, resolve_accumulation
+from distiller.launch.checks import check_nvme_room
+from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
+from distiller.launch.fsdp import wrapped_classes
+from distiller.run_folder.inputs import remember
+from distiller.run_folder.output_dir import (
     check_output_dir,
     check_shared,
     check_shared_stages,
     claim_output_dir,
     is_finished_by_files,
 )
-from distiller.process import settle_loader_worker, world_size
-from distiller.ranks import Ranks
-from distiller.run_inputs import remember
-from distiller.student_size import gpu_bytes, host_bytes
+from distiller.storage.durable_writes import missing_durability
+from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
 from distiller.tasks.base import Task, line_of
+from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
-from distiller.teachers.opening import decide
+from distiller.teachers.factory import decide
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
-from distiller.tracking import Tracker
-from distiller.trainer import Run
+from distiller.training.loop import Run
+from distiller.training.optim import build_optimizer
+from distiller.training.student_memory import gpu_bytes, host_bytes
+from distiller.training.tracking import Tracker
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distiller import __version__
+from distiller.distributed.importing import collections_paused
+from distiller.distributed.process import end_loader_processes, is_main_process, prepare_environment, rank
+from distiller.distributed.rank_failure import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
+from distiller.distributed.rendezvous import is_first_machine, refuse_mpi, report_failure
+from distiller.distributed.shutdown import Stops
 from distiller.errors import (
     AgreedError,
     AgreedUserError,
@@ -22,11 +27,6 @@ from distiller.errors import (
     UserError,
     full_disk,
 )
-from distiller.importing import collections_paused
-from distiller.machines import is_first_machine, refuse_mpi, report_failure
-from distiller.process import end_loader_processes, is_main_process, prepare_environment, rank
-from distiller.siblings import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
-from distiller.stopping import Stops
 
 RUN_HELP = "a run's output folder, or RUN/checkpoints/step-N"
 EXIT_USE, EXIT_FAILED, EXIT_GATE, EXIT_SIGNALLED = 2, 1, 3, 128
@@ -236,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _train(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller.recipe_file import load
+    from distiller.config.loading import load
 
     if options.resume and options.dry_run:
         raise UserError("argument --resume: not allowed with argument --dry-run; see distiller train --help")
@@ -258,13 +258,13 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
 
 
 def _cache(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller.recipe_file import load
+    from distiller.config.loading import load
 
     recipe = load(options.recipe, options.overrides)
     if recipe.teacher.cache is None and not options.compare:
         raise UserError("distiller cache needs teacher.cache; give the folder to write, with teacher.cache=FOLDER")
     with collections_paused():
-        from distiller.caching import make_cache
+        from distiller.commands import make_cache
 
     stops.listen()
     make_cache(recipe, options.repair, options.compare)
@@ -295,7 +295,7 @@ def _export(options: argparse.Namespace, stops: Stops) -> None:
 
 
 def _recipes(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller.resources import find_recipe, first_line, recipe_names
+    from distiller.storage.packaged_files import find_recipe, first_line, recipe_names
 
     if options.name:
         print(find_recipe(options.name).read_text(encoding="utf-8"), end="")
@@ -305,7 +305,7 @@ def _recipes(options: argparse.Namespace, stops: Stops) -> None:
 
 
 def _configs(options: argparse.Namespace, stops: Stops) -> None:
-    from distiller.resources import copy_launch_files, first_line, launch_files_dir
+    from distiller.storage.packaged_files import copy_launch_files, first_line, launch_files_dir
 
     if options.folder is not None:
         for file in copy_launch_files(options.folder):

@@ -13,9 +13,9 @@ from distiller.checkpoint.format import OLDER_NAMES, PROGRESS_FILE, steps_in
 from distiller.checkpoint.reading import CheckpointReader, find_damage, read_progress_file
 from distiller.checkpoint.resuming import refuse_older
 from distiller.errors import AgreedError, UserError
-from distiller.file_modes import follow_umask
+from distiller.storage.file_modes import follow_umask
 from distiller.tasks.base import Task
-from distiller.trainer import Run
+from distiller.training.loop import Run
 
 
 def export_run(run: Run) -> None:

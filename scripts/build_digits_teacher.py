@@ -5,7 +5,7 @@
 
 The transformer (0.98 M parameters) and the text encoder (0.09 M) learn together, by flow matching in the latents of a
 VAE (0.64 M) that was trained before them, on the 1,797 digits of scikit-learn and every wording of
-``distiller.digits.seen_wordings``. The folder holds 6.8 MB. The VAE serves single frames only: nothing trains its
+``distiller.demo.digits.seen_wordings``. The folder holds 6.8 MB. The VAE serves single frames only: nothing trains its
 temporal kernels.
 
 Measured with the defaults: 91 s on one NVIDIA H200 (26 s of them the VAE, 61 s the transformer), torch 2.11. Then, by
@@ -33,7 +33,7 @@ from PIL import Image
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from distiller import digits
+from distiller.demo import digits
 from distiller.diffusion.wan.short_text import install_short_text, remove_short_text
 
 ASSET = Path(__file__).resolve().parent.parent / "distiller" / "assets" / "digits-wan"

@@ -2,7 +2,7 @@
 
     python scripts/mutation.py --sample 300                       # every group, 300 of their mutations
     python scripts/mutation.py --group diffusion --survivors out.txt
-    python scripts/mutation.py --only distiller/losses.py:14      # one line, with what its tests print
+    python scripts/mutation.py --only distiller/tasks/losses.py:14      # one line, with what its tests print
 
 A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
 imported the libraries but nothing of distiller forks, and the fork imports the changed module and runs the group's unit
@@ -34,7 +34,7 @@ PACKAGE = "distiller"
 GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "diffusion": (
         (
-            *("distiller/losses.py", "distiller/tasks/diffusion.py"),
+            *("distiller/tasks/losses.py", "distiller/diffusion/task.py"),
             *(f"distiller/diffusion/{name}.py" for name in ("noise_process", "flow_matching", "variance_preserving")),
             *(f"distiller/diffusion/{name}.py" for name in ("noising", "conditions", "rollout", "sources", "batch")),
             *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "drawing", "vae", "kl_vae")),
@@ -42,25 +42,30 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
     ),
     "keys": (
-        ("distiller/cache/*.py", "distiller/stages.py", "distiller/data/*.py", "distiller/draws.py"),
+        ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py", "distiller/data/rng.py"),
         ("order", "stages", "cache", "prompts", "pictures", "folders", "reference_keys", "reference_*_keys"),
     ),
     "language": (
         (
             *("distiller/language/[b-e]*.py", "distiller/language/objective.py", "distiller/language/rows.py"),
             *("distiller/language/s*.py", "distiller/language/t*.py", "distiller/language/vocabulary.py"),
-            *("distiller/language/network.py", "distiller/language/logit*.py", "distiller/tasks/causal_lm.py"),
+            *("distiller/language/network.py", "distiller/language/logit*.py", "distiller/language/task.py"),
         ),
         ("divergences", "chunked_divergence", "sparse_forms", "reference_language*", "language_data_*", "unused_ids"),
     ),
     "vision": (
-        ("distiller/vision/*.py", "distiller/tasks/classification.py"),
+        ("distiller/vision/*.py", "distiller/vision/task.py"),
         ("reference_classification*", "pictures", "classification"),
     ),
     "training": (
         (
-            *("distiller/optim.py", "distiller/average.py", "distiller/health.py", "distiller/kept_buffers.py"),
-            *("distiller/micro_batch.py", "distiller/data/order.py", "distiller/checkpoint/schedule.py"),
+            *(
+                "distiller/training/optim.py",
+                "distiller/student_state/moving_average.py",
+                "distiller/training/nonfinite_guard.py",
+                "distiller/training/buffer_rollback.py",
+            ),
+            *("distiller/tasks/micro_batch.py", "distiller/data/order.py", "distiller/checkpoint/schedule.py"),
         ),
         ("optim", "order", "reference_training", "trainer"),
     ),

@@ -27,7 +27,7 @@ from deepspeed.ops.op_builder.cpu.async_io import AsyncIOBuilder
 from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
 from deepspeed.ops.op_builder.cpu.cpu_adam import CPUAdamBuilder
 
-from distiller.operator_locks import clear_operator_locks, extension_folder
+from distiller.launch.operator_locks import clear_operator_locks, extension_folder
 
 clear_operator_locks(extension_folder(), patience_s=1)
 builders = [ShareMemCommBuilder(), CPUAdamBuilder()]

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from torch import Tensor
 
 from distiller.build import build
-from distiller.config import Recipe
-from distiller.stopping import NO_STOPS
-from distiller.trainer import Run, train
+from distiller.config.recipe import Recipe
+from distiller.distributed.shutdown import NO_STOPS
+from distiller.training.loop import Run, train
 from tests import toys
 from tests.plain_loop import Trained
 

@@ -12,7 +12,7 @@ import torch
 from distiller.cache.filling import Batching, Filling
 from distiller.cache.layout import Layout
 from distiller.cache.shards import Shard, write_shard
-from distiller.ranks import Ranks
+from distiller.distributed.ranks import Ranks
 from distiller.tasks.base import Task
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
 from distiller.teachers.cached import CachedTeacher

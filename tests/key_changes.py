@@ -13,11 +13,11 @@ import torch
 from pydantic import BaseModel
 
 from distiller.cache.key import content_key
-from distiller.config import Recipe
-from distiller.devices import teacher_dtype
-from distiller.recipe_file import parse
-from distiller.sections import flatten
-from distiller.stages import Stage
+from distiller.config.loading import parse
+from distiller.config.recipe import Recipe
+from distiller.config.sections import flatten
+from distiller.distributed.devices import teacher_dtype
+from distiller.storage.stages import Stage
 from distiller.tasks import open_task
 
 NESTED = ("text", "latents")

@@ -26,13 +26,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language.anatomy import Anatomy, new_model
 from distiller.language.batch import LanguageBatch, collate
+from distiller.language.behaviour_probe import MOST_PARAMETERS, small_config
 from distiller.language.continuing import teachers_hidden
-from distiller.language.miniature import MOST_PARAMETERS, small_config
-from distiller.recipe_file import parse
-from distiller.teachers.opening import open_alone
+from distiller.language.model_spec import Anatomy, new_model
+from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm
 
 PAGE = Path(__file__).parents[1] / "docs" / "language-model-types.md"

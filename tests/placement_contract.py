@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from distiller import draws
+from distiller.data import rng
 from distiller.teachers import Outputs, Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests.cached_cases import FromFiles, fill_cache
 from tests.toy_network import DIM, ToyNetwork, setup
 
@@ -72,7 +72,7 @@ def requests_of(rank: int, step: int, num_modules: int, device: str = "cpu") -> 
     requests = []
     for number, size in enumerate((3 + rank, 2)):
         ids = tuple(100 * step + 10 * number + 1000 * rank + i for i in range(size))
-        x = torch.stack([draws.noise(0, 0, i, (DIM,)) for i in ids]).to(device)
+        x = torch.stack([rng.noise(0, 0, i, (DIM,)) for i in ids]).to(device)
         wanted = ("output", "again", "features/4") if step else ("output", "skip/3", "again")
         modules = ()
         if num_modules == 2:
@@ -125,7 +125,7 @@ def train_cases(
     """Loss series and student weights of each case, and for each accumulation, of the same global batch."""
     from accelerate.state import AcceleratorState, GradientState
 
-    from distiller.trainer import train
+    from distiller.training.loop import train
     from tests import toys
     from tests.toy_task import RowTask, build_toy_run, toy_recipe
 

@@ -1,4 +1,4 @@
-"""Writes docs/recipe.md from distiller/*config.py: `python -m tests.recipe_keys`, after every change of a key."""
+"""Writes docs/recipe.md from distiller/config/: `python -m tests.recipe_keys`, after every change of a key."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from distiller.plain_yaml import dump_yaml
-from distiller.recipe_file import RECIPES
+from distiller.config.loading import RECIPES
+from distiller.storage.yaml_files import dump_yaml
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe.md"
 HEAD = """# Every key of a recipe
 
-Written from `distiller/*config.py` by `python -m tests.recipe_keys`; a test keeps it true.
+Written from `distiller/config/` by `python -m tests.recipe_keys`; a test keeps it true.
 
 A recipe is a YAML file. Every key can be set on the command line as well: `optim.lr=1e-4`, `train.max_steps=500`,
 `task.guidance.scale="[3, 7]"`, `student.config=null`; the value is read as YAML. A key that does not exist is an error

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from distiller import commands
-from distiller.recipe_file import parse
+from distiller.config.loading import parse
 from tests import toys
 
 FOLDER = Path(__file__).parent / "references"

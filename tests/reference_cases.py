@@ -10,9 +10,9 @@ import datasets
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig
 
-from distiller.classification_config import ClassificationRecipe
-from distiller.language_config import LanguageRecipe
-from distiller.recipe_file import parse
+from distiller.config.causal_lm import LanguageRecipe
+from distiller.config.classification import ClassificationRecipe
+from distiller.config.loading import parse
 from tests import classifiers, toy_causal_lm
 from tests.beside_plain import merged, nested
 

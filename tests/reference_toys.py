@@ -16,8 +16,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from distiller.build import build
-from distiller.diffusion_config import DiffusionRecipe
-from distiller.trainer import Run, train
+from distiller.config.diffusion import DiffusionRecipe
+from distiller.training.loop import Run, train
 from tests import toy_pictures, toys
 from tests.key_changes import parsed
 from tests.reference_diffusion import Result

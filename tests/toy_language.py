@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from distiller.config import Recipe, RecipeOf, TaskOptions, Train
-from distiller.language_config import LanguageData
-from distiller.sections import Section
-from distiller.teacher_config import Teacher
+from distiller.config.causal_lm import LanguageData
+from distiller.config.recipe import Recipe, RecipeOf, TaskOptions, Train
+from distiller.config.sections import Section
+from distiller.config.teacher import Teacher
 
 WORDS = ("a", "red", "blue", "cat", "dog", "runs", "sits", "what", "does", "the", "do", "?", ".")
 SPECIAL = ("<pad>", "</s>", "<unk>", "<s>")

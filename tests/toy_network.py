@@ -15,9 +15,9 @@ from accelerate import init_empty_weights
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from distiller.capture import capture_outputs
-from distiller.ranks import Ranks
-from distiller.teacher_config import Teacher as TeacherOptions
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.distributed.ranks import Ranks
+from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request, Setup
 
 DIM = 16

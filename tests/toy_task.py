@@ -12,22 +12,22 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from distiller import draws
 from distiller.cache.layout import Layout
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.saving import Checkpoints
-from distiller.config import Recipe
+from distiller.config.loading import parse
+from distiller.config.recipe import Recipe
+from distiller.data import rng
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.micro_batch import LiveCollation
-from distiller.optim import build_optimizer
-from distiller.ranks import Ranks
-from distiller.recipe_file import parse
+from distiller.distributed.ranks import Ranks
 from distiller.student_state.opening import open_state
 from distiller.tasks.base import LossSum, Task
+from distiller.tasks.micro_batch import LiveCollation
+from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
-from distiller.tracking import Tracker
-from distiller.trained_student import TrainedStudent
-from distiller.trainer import Run
+from distiller.training.loop import Run
+from distiller.training.optim import build_optimizer
+from distiller.training.tracking import Tracker
 from tests import toy_network
 from tests.toy_state import IDENTITY
 
@@ -43,14 +43,14 @@ class Sequences(Dataset[tuple[int, Tensor]]):
 
     def __getitem__(self, key: tuple[int, int]) -> tuple[int, Tensor]:
         _, sample_id = key
-        return sample_id, draws.noise(0, 0, sample_id, (1 + 3 * sample_id % 7, DIM))
+        return sample_id, rng.noise(0, 0, sample_id, (1 + 3 * sample_id % 7, DIM))
 
 
 class LinearTeacher(Teacher):
     """Answers with a fixed linear map and counts its calls."""
 
     def __init__(self) -> None:
-        self.weight, self.num_calls = draws.noise(9, 0, 0, (DIM, DIM)), 0
+        self.weight, self.num_calls = rng.noise(9, 0, 0, (DIM, DIM)), 0
 
     def predict(self, requests: Any) -> list[Outputs]:
         self.num_calls += 1
@@ -257,7 +257,7 @@ def _tokens(batch: Batch) -> Tensor:
 
 def _rows(batch: Batch) -> Tensor:
     return torch.stack(
-        [draws.noise(7, 0, sample_id, (toy_network.DIM,)).to(tokens.device) for sample_id, tokens in batch]
+        [rng.noise(7, 0, sample_id, (toy_network.DIM,)).to(tokens.device) for sample_id, tokens in batch]
     )
 
 

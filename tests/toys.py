@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast, UMT5Config, UMT5EncoderModel
 
-from distiller.ranks import Ranks
+from distiller.distributed.ranks import Ranks
 
 ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
 """One process on the CPU."""

@@ -21,14 +21,14 @@ from distiller.cache.manifest import KEY_FILE, check_key
 from distiller.cache.shards import write_shard
 from distiller.data.loading import batches_of
 from distiller.data.order import SampleKey
-from distiller.durable import write_durably
+from distiller.distributed.liveness import RollCall
+from distiller.distributed.process import settle_loader_worker
+from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
-from distiller.micro_batch import LiveCollation, MicroBatch
-from distiller.process import settle_loader_worker
-from distiller.ranks import Ranks
-from distiller.roll_call import RollCall
-from distiller.stage_places import CACHED_STAGES
+from distiller.storage.durable_writes import write_durably
+from distiller.storage.stage_folders import CACHED_STAGES
 from distiller.tasks.base import Task
+from distiller.tasks.micro_batch import LiveCollation, MicroBatch
 from distiller.teachers.base import Outputs, Teacher
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from distiller.config import Recipe
+from distiller.config.recipe import Recipe
 from distiller.errors import shown
-from distiller.stages import digest_files
+from distiller.storage.stages import digest_files
 from distiller.tasks.base import Task
 
 FORMAT = 1

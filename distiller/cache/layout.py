@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distiller.data.order import SampleKey
-from distiller.draws import sample_order
+from distiller.data.rng import sample_order
 
 
 @final

@@ -12,8 +12,8 @@ from typing import Any, final
 from distiller.cache.key import first_difference
 from distiller.cache.layout import Layout, shard_name
 from distiller.cache.shards import Shard
-from distiller.durable import sync_folder, write_durably
 from distiller.errors import UserError
+from distiller.storage.durable_writes import sync_folder, write_durably
 
 KEY_FILE = "key.json"
 MANIFEST_FILE = "manifest.json"

@@ -14,8 +14,8 @@ from distiller.cache.layout import Layout, shard_name
 from distiller.cache.shards import Shard
 from distiller.data.order import SampleKey
 from distiller.errors import RunError, UserError
-from distiller.micro_batch import MicroBatch
 from distiller.tasks.base import Task
+from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
 
 _MOST_MAPPED = 256

@@ -24,11 +24,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distiller.durable import sync, sync_folder
 from distiller.errors import RunError
-from distiller.file_modes import follow_umask
+from distiller.storage.durable_writes import sync, sync_folder
+from distiller.storage.file_modes import follow_umask
+from distiller.storage.weight_files import StoredTensor, read_header
 from distiller.teachers.base import Outputs
-from distiller.weight_files import StoredTensor, read_header
 
 OFFSETS = "offsets/"
 CHECKSUMS = "crc32"

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distiller.checkpoint.format import split_key
 from distiller.checkpoint.snapshot import Entry, Snapshot
-from distiller.ranks import Ranks
+from distiller.distributed.ranks import Ranks
 
 
 def whole_on_main(snapshot: Snapshot, shapes: Mapping[str, tuple[int, ...]], ranks: Ranks) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distiller.checkpoint.format import PROGRESS_FILE, STEP_NAME, Progress, StoredKind, parse_progress, split_key
 from distiller.errors import UserError
-from distiller.weight_files import StoredTensor, read_bytes, read_header
+from distiller.storage.weight_files import StoredTensor, read_bytes, read_header
 
 _BLOCK_BYTES = 16 * 2**20
 

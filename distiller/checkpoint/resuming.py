@@ -7,8 +7,8 @@ from pathlib import Path
 
 from distiller.checkpoint.format import OLDER_NAMES, Identity, Progress, steps_in
 from distiller.checkpoint.reading import find_damage, read_progress_file
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
 
 _COMPARED = ("samples_per_update", "num_samples", "data_digest", "mixed_precision", "teacher_dtype")
 _REMEDIES = {

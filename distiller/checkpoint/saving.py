@@ -9,15 +9,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from distiller.average import MovingAverage
 from distiller.checkpoint.format import Identity, Progress, Spent, StoredFile, StoredKind, steps_in
 from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.checkpoint.writing import Place, Writing, lacking
+from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedError, CheckpointError, UserError
-from distiller.ranks import Ranks
 from distiller.student_state.base import KINDS, Piece, StudentState
+from distiller.student_state.moving_average import MovingAverage
 
 _OLDER_EXPORT_FOLDER = "export"
 """Where an older version put the student's pieces when there was no last checkpoint."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distiller.config import Checkpoint
+from distiller.config.recipe import Checkpoint
 
 
 def is_time(settings: Checkpoint, elapsed_s: float) -> bool:

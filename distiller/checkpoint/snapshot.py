@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from distiller.checkpoint.format import StoredFile, StoredKind, piece_key
-from distiller.durable import sync
+from distiller.storage.durable_writes import sync
+from distiller.storage.weight_files import DTYPES
 from distiller.student_state.base import Piece
-from distiller.weight_files import DTYPES
 
 BUFFER_BYTES = 256 * 2**20
 """A power of two: torch's page-locked allocator rounds up to one, and would double what is just above."""

@@ -29,7 +29,7 @@ from distiller.checkpoint.format import (
     steps_in,
 )
 from distiller.checkpoint.snapshot import Snapshot
-from distiller.durable import sync_folder, write_durably
+from distiller.storage.durable_writes import sync_folder, write_durably
 
 _POLL_S = 0.02
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from distiller.data.folders import files_below
 from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture, unread_note
 from distiller.errors import RunError, UserError
-from distiller.resources import looked_for
+from distiller.storage.packaged_files import looked_for
 
 METADATA = "metadata.jsonl"
 

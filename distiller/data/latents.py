@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distiller.data.prompts import read_numbered_prompts
 from distiller.errors import RunError, UserError
-from distiller.resources import looked_for
+from distiller.storage.packaged_files import looked_for
 
 PROMPTS_FILE = "prompts.txt"
 NUM_LOOKED_AT, BYTES_LOOKED_AT = 16, 4096

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch.utils.data import Sampler
 
-from distiller.draws import sample_order
+from distiller.data.rng import sample_order
 
 SampleKey = tuple[int, int]
 """(epoch, sample id): what a dataset is indexed with, since noise and timesteps depend on both."""

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.resources import looked_for
+from distiller.storage.packaged_files import looked_for
 
 
 def read_prompts(path: Path) -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from distiller.diffusion_config import DiffusionOptions
+from distiller.config.diffusion import DiffusionOptions
 from distiller.errors import UserError
 
 LatentShape = tuple[int, int, int, int]

@@ -10,10 +10,10 @@ import torch
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noising import DiffusionSample
-from distiller.diffusion_config import DiffusionOptions
 
 
 @dataclass(frozen=True)

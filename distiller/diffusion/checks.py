@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe
+from distiller.demo.digits import IMAGE_SIZE
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe
-from distiller.digits import IMAGE_SIZE
 from distiller.errors import UserError, shown
 
 LEAST_SHARE_OF_PIXELS = 1 / 4

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distiller import draws
+from distiller.data import rng
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Conditions:
         device: torch.device,
     ) -> Conditions:
         """With noise that depends on seed, purpose and sample id alone; everything goes to the device."""
-        noise = torch.stack([draws.noise(seed, 0, i, shape, purpose) for i in sample_ids]).to(device)
+        noise = torch.stack([rng.noise(seed, 0, i, shape, purpose) for i in sample_ids]).to(device)
         return Conditions(
             noise,
             {name: value.to(device) for name, value in positive.items()},
@@ -62,4 +62,4 @@ class Conditions:
     def generators(self) -> list[torch.Generator]:
         """One for each sample, new each time: all that draw from these conditions see the same noise on the way."""
         seed, purpose, sample_ids = self.seeds
-        return [draws.generator(seed, 0, i, f"{purpose} steps") for i in sample_ids]
+        return [rng.generator(seed, 0, i, f"{purpose} steps") for i in sample_ids]

@@ -6,11 +6,11 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from distiller.config.diffusion import DiffusionRecipe
+from distiller.config.sections import Section
 from distiller.data.latents import LatentStore
 from distiller.diffusion.family import Family
-from distiller.diffusion_config import DiffusionRecipe
-from distiller.resources import local_path
-from distiller.sections import Section
+from distiller.storage.packaged_files import local_path
 
 SIZE = ("num_frames", "height", "width")
 SAMPLING = ("num_inference_steps", "guidance_scale")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.family import TEXT, Family
@@ -24,7 +25,6 @@ from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.samples import draw_student, student_predictor, student_scales
 from distiller.diffusion.text import embed
-from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.teachers.base import Request, Teacher
 
 NUM_BANDS = 4

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_parts, locate, read_files, read_index
 from distiller.errors import UserError
-from distiller.teacher_config import Teacher
 
 FAMILIES = {
     "WanPipeline": ("distiller.diffusion.wan.family", "WanFamily"),

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import Architecture, LatentShape
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
 from distiller.diffusion.vae import Vae
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.errors import UserError
 
 Condition = dict[str, Tensor]

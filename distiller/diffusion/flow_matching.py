@@ -9,9 +9,9 @@ import diffusers
 import torch
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.noise_process import NoiseLevel, NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import UserError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.family import Family
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import shown
 
 BATCH_TEXTS = 1000

@@ -9,9 +9,9 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 
-from distiller.capture import capture_outputs
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import model_files
+from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
 
 PREDICTION = "prediction"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distiller.diffusion_config import DiffusionOptions
+from distiller.config.diffusion import DiffusionOptions
 
 
 @dataclass(frozen=True)

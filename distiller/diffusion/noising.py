@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distiller import draws
+from distiller.config.diffusion import DiffusionRecipe, Timesteps
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.data.order import SampleKey
 from distiller.diffusion.family import Condition
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.text import TextStore
-from distiller.diffusion_config import DiffusionRecipe, Timesteps
 
 
 @dataclass(frozen=True)
@@ -65,10 +65,10 @@ class NoisedData(Dataset[DiffusionSample]):
         if self._task.targets == "stored":
             return self._stored_sample(epoch, sample_id, positive, negative)
         dropout = self._task.condition_dropout
-        if dropout and draws.uniform(self._seed, epoch, sample_id, "condition") < dropout:
+        if dropout and rng.uniform(self._seed, epoch, sample_id, "condition") < dropout:
             positive = self._text[self._empty_row]
         level = self._process.level(draw_share(self._task.timesteps, self._shift, self._seed, epoch, sample_id))
-        noise = draws.noise(self._seed, epoch, sample_id, self._latent_shape)
+        noise = rng.noise(self._seed, epoch, sample_id, self._latent_shape)
         noisy, truth = noise, None
         if self._store is not None:
             latents = self._store.latents(sample_id)
@@ -82,7 +82,7 @@ class NoisedData(Dataset[DiffusionSample]):
     def _stored_sample(self, epoch: int, sample_id: int, positive: Condition, negative: Condition) -> DiffusionSample:
         assert self._store is not None and self._store.timesteps is not None
         timesteps = self._store.timesteps
-        step = math.floor(draws.uniform(self._seed, epoch, sample_id, "step") * len(timesteps))
+        step = math.floor(rng.uniform(self._seed, epoch, sample_id, "step") * len(timesteps))
         noisy, stored = self._store.trajectory_point(sample_id, step)
         timestep = timesteps[step].item()
         share = self._process.share_of(timestep)
@@ -92,7 +92,7 @@ class NoisedData(Dataset[DiffusionSample]):
         guidance = self._task.guidance
         if isinstance(guidance.scale, tuple):
             low, high = guidance.scale
-            return low + (high - low) * draws.uniform(self._seed, epoch, sample_id, "guidance")
+            return low + (high - low) * rng.uniform(self._seed, epoch, sample_id, "guidance")
         if guidance.scale_2 is not None and self._boundary is not None and timestep < self._boundary:
             return guidance.scale_2
         return guidance.scale
@@ -105,9 +105,9 @@ def draw_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample
     the resolution shift of their section 5.3.2: shift * sigma / (1 + (shift - 1) * sigma).
     """
     if timesteps.sampling == "uniform":
-        sigma = draws.uniform(seed, epoch, sample_id, "sigma")
+        sigma = rng.uniform(seed, epoch, sample_id, "sigma")
     else:
-        value = timesteps.logit_mean + timesteps.logit_std * draws.normal(seed, epoch, sample_id, "sigma")
+        value = timesteps.logit_mean + timesteps.logit_std * rng.normal(seed, epoch, sample_id, "sigma")
         # Below, exp overflows, and the bound beneath applies anyway.
         sigma = 1 / (1 + math.exp(-max(value, -700.0)))
     # The end points are outside every model's schedule; float32 timesteps must not round to them either.

@@ -10,19 +10,19 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from distiller.config.teacher import Teacher
 from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
-from distiller.hub import check_listed, download, is_offline, is_other_form, listed_files, looks_like_hub_id
-from distiller.resources import local_path, looked_for
-from distiller.saved_model import (
+from distiller.storage.hub import check_listed, download, is_offline, is_other_form, listed_files, looks_like_hub_id
+from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.saved_model import (
     DIFFUSERS_NAME,
     TRANSFORMERS_NAME,
     diffusers_files,
     transformers_files,
 )
-from distiller.stages import digest_files
-from distiller.teacher_config import Teacher
+from distiller.storage.stages import digest_files
 
 ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")
 """Of Wan's own code."""

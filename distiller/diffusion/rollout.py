@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from tqdm import tqdm
 
+from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.data.latents import PROMPTS_FILE
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -23,10 +24,9 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.diffusion.text import TextStore, answers_key
-from distiller.diffusion_config import DiffusionRecipe, filled
-from distiller.ranks import Ranks
-from distiller.roll_call import RollCall
-from distiller.stages import Stage, digest_of
+from distiller.distributed.liveness import RollCall
+from distiller.distributed.ranks import Ranks
+from distiller.storage.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 
 

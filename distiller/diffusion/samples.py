@@ -10,6 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.diffusion.architecture import Architecture
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor, scale_of
@@ -17,9 +18,8 @@ from distiller.diffusion.family import expanded
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.vae import Vae
-from distiller.diffusion_config import DiffusionRecipe, filled
 from distiller.errors import UserError
-from distiller.picture import labelled_grid
+from distiller.tasks.labelled_grid import labelled_grid
 from distiller.teachers.base import Teacher
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from distiller.file_modes import follow_umask
-from distiller.stages import refuse_unreadable
+from distiller.storage.file_modes import follow_umask
+from distiller.storage.stages import refuse_unreadable
 
 
 def save_whole(tensors: Mapping[str, Tensor], file: Path, writer: str = "tmp") -> None:

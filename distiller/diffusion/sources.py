@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionRecipe
 from distiller.data.images import find_images, load_image
 from distiller.data.latents import LatentStore
 from distiller.data.pictures import READER, check_size, look_at
@@ -24,11 +25,10 @@ from distiller.diffusion.noising import NoisedData
 from distiller.diffusion.rollout import Drawing, RolloutPlan, roll_out
 from distiller.diffusion.text import TextStore, encode_prompts, text_stage
 from distiller.diffusion.vae import encode_images
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.resources import local_path
-from distiller.stages import Stage, digest_files, digest_of
+from distiller.storage.packaged_files import local_path
+from distiller.storage.stages import Stage, digest_files, digest_of
 from distiller.teachers.base import Teacher
 
 

@@ -12,14 +12,14 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from distiller.capture import capture_outputs
+from distiller.config.diffusion import DiffusionStudent
 from distiller.diffusion.architecture import Architecture, Origin
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_weights, model_files
-from distiller.diffusion_config import DiffusionStudent
 from distiller.errors import UserError
-from distiller.resources import local_path, looked_for
-from distiller.trained_student import TrainedStudent
+from distiller.storage.packaged_files import local_path, looked_for
+from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.student_module import TrainedStudent
 
 CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
 """Of the section `student`."""

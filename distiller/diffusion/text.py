@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
 from distiller.diffusion.shards import missing_shards, save_whole
-from distiller.stage_places import StagePlaces
-from distiller.stages import Stage, digest_of
+from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 2
 """Of the stage's files; another number is another key."""

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
 from distiller.diffusion.shards import missing_shards, save_whole
-from distiller.stages import Stage
+from distiller.storage.stages import Stage
 
 MAX_POSITIONS = 4096
 """Latent positions that are decoded at once: one 512 x 512 picture."""

@@ -9,12 +9,12 @@ import torch
 from diffusers import StableDiffusionPipeline
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.flow_matching import load_scheduler
 from distiller.diffusion.noise_process import NoiseLevel, NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import UserError
-from distiller.stages import digest_of
+from distiller.storage.stages import digest_of
 
 QUANTITIES = {"epsilon": "noise", "v_prediction": "v"}
 SCHEDULERS = (

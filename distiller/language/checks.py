@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distiller.config import FeatureLoss
+from distiller.config.causal_lm import DivergenceLoss, LanguageData, LanguageLosses
+from distiller.config.recipe import FeatureLoss
 from distiller.errors import UserError
-from distiller.language.anatomy import Anatomy
 from distiller.language.batch import padded_length
 from distiller.language.divergences import (
     Divergence,
@@ -17,8 +17,8 @@ from distiller.language.divergences import (
     SkewedKL,
     SkewedReverseKL,
 )
+from distiller.language.model_spec import Anatomy
 from distiller.language.objective import Objective
-from distiller.language_config import DivergenceLoss, LanguageData, LanguageLosses
 
 
 def objective_of(losses: LanguageLosses) -> Objective:

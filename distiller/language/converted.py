@@ -19,10 +19,10 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.anatomy import Anatomy
-from distiller.saved_model import transformers_files
-from distiller.stages import Stage, digest_files
-from distiller.weight_files import StoredTensor, read_header
+from distiller.language.model_spec import Anatomy
+from distiller.storage.saved_model import transformers_files
+from distiller.storage.stages import Stage, digest_files
+from distiller.storage.weight_files import StoredTensor, read_header
 
 CONVERTED = "converted-weights"
 SHARD_SIZE = "5GB"

@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
-from distiller.hub import check_listed, download, listed_files, looks_like_hub_id, stored_names
-from distiller.language.anatomy import Anatomy
 from distiller.language.converted import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.gguf import GgufModel
+from distiller.language.model_spec import Anatomy
 from distiller.language.tying import tied_as_stored
-from distiller.resources import find_model_file, looked_for
-from distiller.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
-from distiller.stage_places import StagePlaces
+from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id, stored_names
+from distiller.storage.packaged_files import find_model_file, looked_for
+from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
+from distiller.storage.stage_folders import StagePlaces
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """What is read of a repository before its weights."""

@@ -25,8 +25,8 @@ from distiller.errors import RunError, UserError
 from distiller.language.gguf_metadata import apply_metadata
 from distiller.language.gguf_rope import FACTOR_TENSORS
 from distiller.language.gguf_tensors import check_tensors, has_own_output, tensors_of
-from distiller.stage_places import StagePlaces
-from distiller.stages import Stage, digest_files
+from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stages import Stage, digest_files
 
 FORMAT = 2
 """Of what is made of a file; another number is another key."""

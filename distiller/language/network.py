@@ -9,12 +9,12 @@ from typing import final
 import torch
 from torch import nn
 
-from distiller.capture import capture_outputs
 from distiller.errors import UserError
 from distiller.language.files import LanguageFiles
 from distiller.language.logits import Head, TokenIds, product_width
+from distiller.storage.weight_files import WeightFiles
+from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
-from distiller.weight_files import WeightFiles
 
 BODY = "body"
 HIDDEN = "hidden"

@@ -8,15 +8,15 @@ from typing import final
 
 from safetensors import SafetensorError
 
-from distiller.config import Recipe
+from distiller.config.causal_lm import LanguageData
+from distiller.config.recipe import Recipe
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.language.rows import Layout, TextData, lay_out
 from distiller.language.text import open_corpus
 from distiller.language.tokenised import TokenStore, tokenise_corpus
 from distiller.language.tokenising import DocumentTokenizer
-from distiller.language_config import LanguageData
-from distiller.ranks import Ranks
-from distiller.stages import Stage, digest_of
+from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 3
 """Of the stage's files and of what is made of a document; another number is another key."""

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller import draws
+from distiller.data import rng
 from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.counted import CountedBatch
 from distiller.language.divergences import SparseTarget
@@ -103,7 +103,7 @@ class TokenForm(StoredForm):
 
     @torch.no_grad()
     def store_tokens(self, hidden: Tensor, sample_id: int, head: Head) -> Outputs:
-        generator = draws.generator(self._seed, 0, sample_id, "cached tokens")
+        generator = rng.generator(self._seed, 0, sample_id, "cached tokens")
         uniform = torch.rand(len(hidden), generator=generator, dtype=torch.float64)
         size = default_chunk_tokens(head.weight.shape[0])
         parts = []

@@ -14,15 +14,15 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from distiller.config.causal_lm import LanguageStudent
 from distiller.errors import UserError
-from distiller.language.anatomy import Anatomy, new_model
 from distiller.language.files import LanguageFiles, find_model, read_config
 from distiller.language.layers import keep_layers
 from distiller.language.logits import TokenIds
-from distiller.language_config import LanguageStudent
-from distiller.resources import local_path
-from distiller.stage_places import StagePlaces
-from distiller.weight_files import WeightFiles
+from distiller.language.model_spec import Anatomy, new_model
+from distiller.storage.packaged_files import local_path
+from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.weight_files import WeightFiles
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 SLICED = {

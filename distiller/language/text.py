@@ -13,12 +13,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
+from distiller.config.causal_lm import LanguageData
 from distiller.data.folders import files_below, files_matching, has_linked_folder
 from distiller.errors import UserError
 from distiller.language.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
-from distiller.language_config import LanguageData
-from distiller.resources import local_path, looked_for
-from distiller.stages import digest_files, digest_of
+from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.stages import digest_files, digest_of
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 """What `datasets` calls the formats of single files."""

@@ -19,8 +19,8 @@ from tqdm import tqdm
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
 from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
-from distiller.raw_columns import RawColumns
-from distiller.stages import Stage, digest_files
+from distiller.storage.growing_tensors import RawColumns
+from distiller.storage.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
 CHECKED_AT_ONCE = 2**24

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller.errors import UserError
 from distiller.language.documents import BESIDE, Answer, Chat, Document, Text
-from distiller.stages import digest_of
+from distiller.storage.stages import digest_of
 
 BATCH = 256
 """Documents that are tokenised at once, by the tokenizer's own threads."""

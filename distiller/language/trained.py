@@ -9,12 +9,12 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from distiller.capture import capture_outputs
 from distiller.language.chunked import Target, chunked_loss
 from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.objective import Objective
-from distiller.losses import mean_squared_error
-from distiller.trained_student import TrainedStudent
+from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.losses import mean_squared_error
+from distiller.tasks.student_module import TrainedStudent
 
 
 @final

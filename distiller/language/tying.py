@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.language.anatomy import Anatomy
-from distiller.weight_files import WeightFiles
+from distiller.language.model_spec import Anatomy
+from distiller.storage.weight_files import WeightFiles
 
 
 def tied_as_stored(anatomy: Anatomy, stored: Collection[str], files: Callable[[], list[Path]], origin: str) -> Anatomy:

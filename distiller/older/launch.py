@@ -7,9 +7,9 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from distiller.distributed.process import launcher_arguments, world_size
 from distiller.errors import OwnUserError, UserError
 from distiller.older.flags import Flags
-from distiller.process import launcher_arguments, world_size
 
 
 class LocalRankError(OwnUserError):

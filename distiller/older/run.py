@@ -11,16 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distiller.cli import guarded
+from distiller.config.loading import parse
+from distiller.distributed.process import is_main_process, prepare_environment, rank
+from distiller.distributed.shutdown import Stops
 from distiller.errors import RunError, UserError
 from distiller.older.flags import Flags, read_flags
 from distiller.older.launch import Launch, check_launcher
 from distiller.older.recipe import translate
 from distiller.older.student import is_older, translate_student
-from distiller.plain_yaml import dump_yaml
-from distiller.process import is_main_process, prepare_environment, rank
-from distiller.recipe_file import parse
-from distiller.resources import local_path
-from distiller.stopping import Stops
+from distiller.storage.packaged_files import local_path
+from distiller.storage.yaml_files import dump_yaml
 
 if TYPE_CHECKING:
     from distiller.diffusion.family import Family
@@ -52,7 +52,7 @@ def _train(command: Sequence[str], stops: Stops) -> None:
     if student is not None:
         _write_student(file, student, flags.resume)
     from distiller import commands
-    from distiller.output import RECIPE_FILE
+    from distiller.run_folder.output_dir import RECIPE_FILE
 
     stops.listen()
     try:
@@ -71,7 +71,7 @@ def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
 
     All ranks find the same: rank 0 claims a folder only after all of them have met.
     """
-    from distiller.output import RECIPE_FILE
+    from distiller.run_folder.output_dir import RECIPE_FILE
 
     if resume or not wanted.name:
         return wanted
@@ -86,8 +86,8 @@ def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
 
 def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str, Any] | None:
     """The translated student config, if it is an older one; the recipe then names it, and has its sizes."""
+    from distiller.config.teacher import Teacher
     from distiller.diffusion.families import find_pipeline
-    from distiller.teacher_config import Teacher
 
     origin = f"--student_config {flags.student_config}"
     older = _read_json(local_path(flags.student_config), origin)

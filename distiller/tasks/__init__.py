@@ -3,14 +3,14 @@
 from importlib import import_module
 from typing import Any
 
-from distiller.config import Recipe
-from distiller.importing import collections_paused
+from distiller.config.recipe import Recipe
+from distiller.distributed.importing import collections_paused
 from distiller.tasks.base import Task
 
 TASKS = {
-    "diffusion": ("distiller.tasks.diffusion", "DiffusionTask"),
-    "causal_lm": ("distiller.tasks.causal_lm", "CausalLMTask"),
-    "classification": ("distiller.tasks.classification", "ClassificationTask"),
+    "diffusion": ("distiller.diffusion.task", "DiffusionTask"),
+    "causal_lm": ("distiller.language.task", "CausalLMTask"),
+    "classification": ("distiller.vision.task", "ClassificationTask"),
 }
 """`task.kind` -> module and class. Imported when it is asked for: the libraries of the other tasks take seconds."""
 

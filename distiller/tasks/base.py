@@ -13,10 +13,10 @@ from accelerate import Accelerator
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distiller.ranks import Ranks
-from distiller.stages import Stage
+from distiller.distributed.ranks import Ranks
+from distiller.storage.stages import Stage
+from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Network, Outputs, Request, Teacher
-from distiller.trained_student import TrainedStudent
 
 BatchT = TypeVar("BatchT")
 NetworkT = TypeVar("NetworkT", bound=Network)

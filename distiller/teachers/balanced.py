@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.device_maps import balanced_map
-from distiller.teachers.spread import SpreadTeacher
+from distiller.teachers.device_map.maps import balanced_map
+from distiller.teachers.device_map.teacher import SpreadTeacher
 
 
 class BalancedTeacher(SpreadTeacher):

@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from distiller.ranks import Ranks
-from distiller.teacher_config import Teacher as TeacherOptions
-from distiller.weight_files import Rename
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.distributed.ranks import Ranks
+from distiller.storage.weight_files import Rename
 
 Outputs = dict[str, Tensor]
 """Named outputs of one request or call, batch first, detached, on the caller's device."""

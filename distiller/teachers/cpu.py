@@ -24,11 +24,11 @@ from distiller.teachers.base import (
     move_call,
     run_agenda,
 )
-from distiller.teachers.feeds import ThreadFeed
-from distiller.teachers.filling import Plan, fill, plan_modules
-from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import bind, lay_out, own_buffer_bytes
-from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
+from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
+from distiller.teachers.streaming.copiers import ThreadFeed
+from distiller.teachers.weights.host_copy import HostCopy
+from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
+from distiller.teachers.weights.loading import Plan, fill, plan_modules
 
 CPU = torch.device("cpu")
 NUM_WIDE_SLOTS = 2

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.feeds import FileFeed, FileReader, ThreadFeed
-from distiller.teachers.filling import load_everywhere, plan_modules
-from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import REST, own_buffer_bytes
-from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
 from distiller.teachers.streamed import choose_resident
+from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
+from distiller.teachers.streaming.copiers import FileFeed, FileReader, ThreadFeed
+from distiller.teachers.weights.host_copy import HostCopy
+from distiller.teachers.weights.layout import REST, own_buffer_bytes
+from distiller.teachers.weights.loading import load_everywhere, plan_modules
 
 NUM_STAGING = 2
 

@@ -6,15 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 
+from distiller.config.teacher import Teacher
 from distiller.errors import UserError
-from distiller.teacher_config import Teacher
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.device_maps import Packing, balanced_map, room_of_devices, sequential_map
-from distiller.teachers.filling import Plan
+from distiller.teachers.device_map.maps import Packing, balanced_map, room_of_devices, sequential_map
+from distiller.teachers.device_map.module_partition import give_own_slots
+from distiller.teachers.device_map.teacher import MakeMap, pack
 from distiller.teachers.footprint import AUTO_SHARE, Footprint, Room
-from distiller.teachers.places import give_own_slots
-from distiller.teachers.quantized import plan_held
-from distiller.teachers.spread import MakeMap, pack
+from distiller.teachers.weights.loading import Plan
+from distiller.teachers.weights.quantized import plan_held
 
 GIB = 2**30
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from distiller.room import free_gpu_bytes, free_host_bytes
+from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.layout import REST, lay_out
+from distiller.teachers.weights.layout import REST, lay_out
 
 AUTO_SHARE = 0.8
 """Of free memory that `auto` and advice give to teacher and student; the rest is for activations."""

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.exchange import Exchange
-from distiller.teachers.filling import Plan, plan_modules, read_to_device, staging_buffer
-from distiller.teachers.layout import bind, move_own_buffers, own_buffer_bytes
+from distiller.teachers.single_rank.exchange import Exchange
+from distiller.teachers.weights.layout import bind, move_own_buffers, own_buffer_bytes
+from distiller.teachers.weights.loading import Plan, plan_modules, read_to_device, staging_buffer
 
 
 class Rank0Teacher(Teacher):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_agenda
-from distiller.teachers.filling import load_everywhere
-from distiller.teachers.layout import own_buffer_bytes
-from distiller.teachers.quantized import plan_held
+from distiller.teachers.weights.layout import own_buffer_bytes
+from distiller.teachers.weights.loading import load_everywhere
+from distiller.teachers.weights.quantized import plan_held
 
 
 class ReplicatedTeacher(Teacher):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from distiller.config.teacher import Teacher
 from distiller.errors import UserError
-from distiller.teacher_config import Teacher
 
 QUANTIZED_PLACEMENTS = ("replicated", "balanced")
 

@@ -15,9 +15,9 @@ from distiller.teachers.base import (
     answer,
     run_agenda,
 )
-from distiller.teachers.fully_sharded import FullyShardedModules
-from distiller.teachers.shards import Shards, held_bytes
-from distiller.teachers.zero3 import Zero3Modules
+from distiller.teachers.sharding.fsdp2 import FullyShardedModules
+from distiller.teachers.sharding.sharded_modules import Shards, held_bytes
+from distiller.teachers.sharding.zero3 import Zero3Modules
 
 
 class ShardedTeacher(Teacher):

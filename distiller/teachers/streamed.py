@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distiller.room import free_gpu_bytes
+from distiller.distributed.free_memory import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.feeds import GatherFeed, HostFeed, ThreadFeed
-from distiller.teachers.filling import Plan, fill, load_everywhere, plan_modules
 from distiller.teachers.footprint import AUTO_SHARE
-from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import ALIGNMENT, REST, own_buffer_bytes
-from distiller.teachers.passing import PassingModules, PassingUnit, make_slots
-from distiller.teachers.peer_feed import PeerFeed, has_peer_access
-from distiller.teachers.ring import Feed, Slot
+from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
+from distiller.teachers.streaming.buffer_pool import Feed, Slot
+from distiller.teachers.streaming.copiers import GatherFeed, HostFeed, ThreadFeed
+from distiller.teachers.streaming.peer_copier import PeerFeed, has_peer_access
+from distiller.teachers.weights.host_copy import HostCopy
+from distiller.teachers.weights.layout import ALIGNMENT, REST, own_buffer_bytes
+from distiller.teachers.weights.loading import Plan, fill, load_everywhere, plan_modules
 
 
 class StreamedTeacher(Teacher):

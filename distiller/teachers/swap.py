@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distiller.distributed.free_memory import free_host_bytes
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.room import free_host_bytes
 from distiller.teachers.base import Agenda, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.filling import Plan, plan_modules
-from distiller.teachers.host_copy import HostCopy
-from distiller.teachers.layout import Binding, bind, own_buffer_bytes, read_unit
+from distiller.teachers.weights.host_copy import HostCopy
+from distiller.teachers.weights.layout import Binding, bind, own_buffer_bytes, read_unit
+from distiller.teachers.weights.loading import Plan, plan_modules
 
 
 class SwapTeacher(Teacher):

@@ -10,9 +10,9 @@ from pathlib import Path
 from filelock import FileLock
 from tqdm import tqdm
 
-from distiller.contents import look_of, note_file, read_digest, read_note, write_note
 from distiller.errors import UserError
-from distiller.stages import digest_of
+from distiller.storage.content_digests import look_of, note_file, read_digest, read_note, write_note
+from distiller.storage.stages import digest_of
 
 _THREADS = 8
 """Hashing and reading both run without Python's lock."""

@@ -13,8 +13,8 @@ from pathlib import Path
 import transformers
 
 from distiller.errors import UserError
-from distiller.stage_places import StagePlaces
-from distiller.stages import Stage
+from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stages import Stage
 from distiller.vision.files import ClassifierFiles
 from distiller.vision.library import read_model
 from distiller.vision.stored import stored_dtype, stored_files, stored_names

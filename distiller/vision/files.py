@@ -14,10 +14,10 @@ from huggingface_hub import list_repo_files
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
-from distiller.hub import check_listed, download, listed_files, looks_like_hub_id
-from distiller.resources import local_path, looked_for
-from distiller.saved_model import TRANSFORMERS_NAME
-from distiller.stages import digest_files
+from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id
+from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.saved_model import TRANSFORMERS_NAME
+from distiller.storage.stages import digest_files
 from distiller.vision.stored import check_weights, stored_files, weights_among
 from distiller.vision.structure import Structure, inspect_model
 

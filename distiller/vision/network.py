@@ -10,7 +10,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import PretrainedConfig
 
-from distiller.capture import capture_outputs
+from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
 from distiller.vision.library import new_model
 from distiller.vision.structure import Structure, first_tensor

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from distiller import draws
+from distiller.data import rng
 from distiller.data.order import SampleKey
 from distiller.vision.files import Picture, Processor
 from distiller.vision.sources import Pictures
@@ -27,7 +27,7 @@ class Augmentation:
         """A random part, of side ratio 3/4 to 4/3, perhaps mirrored; the processor then scales it (Szegedy 2015)."""
         if self.kind == "none":
             return picture
-        generator = draws.generator(seed, epoch, sample_id, "augmentation")
+        generator = rng.generator(seed, epoch, sample_id, "augmentation")
         area, ratio, top, left, side = torch.rand(5, generator=generator, dtype=torch.float64).tolist()
         height, width = picture.shape[:2]
         pixels = (self.least_area + (1 - self.least_area) * area) * height * width
@@ -120,7 +120,7 @@ def split_held_out(classes: Sequence[int], share: float) -> tuple[list[int], lis
         members.setdefault(number, []).append(place)
     held_out: set[int] = set()
     for number, places in members.items():
-        order = torch.randperm(len(places), generator=draws.generator(0, 0, number, "held-out")).tolist()
+        order = torch.randperm(len(places), generator=rng.generator(0, 0, number, "held-out")).tolist()
         held_out |= {places[place] for place in order[: round(share * len(places))]}
-    mixed = torch.randperm(len(classes), generator=draws.generator(0, 0, 0, "order-of-pictures")).tolist()
+    mixed = torch.randperm(len(classes), generator=rng.generator(0, 0, 0, "order-of-pictures")).tolist()
     return [place for place in mixed if place not in held_out], [place for place in mixed if place in held_out]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture
 from distiller.errors import UserError
-from distiller.picture import labelled_grid
+from distiller.tasks.labelled_grid import labelled_grid
 from distiller.vision.files import Picture
 
 

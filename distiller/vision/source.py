@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import final
 
-from distiller.classification_config import ClassificationRecipe
+from distiller.config.classification import ClassificationRecipe
 from distiller.data.pictures import look_at
 from distiller.errors import UserError
-from distiller.stages import digest_of
+from distiller.storage.stages import digest_of
 from distiller.vision.files import Processor
 from distiller.vision.labels import class_numbers
 from distiller.vision.samples import Augmentation, PictureData, split_held_out

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from distiller.classification_config import ClassificationData
+from distiller.config.classification import ClassificationData
 from distiller.data.folders import files_below, folders_in
 from distiller.data.pictures import (
     READER,
@@ -23,9 +23,9 @@ from distiller.data.pictures import (
     pixels_of,
     unread_note,
 )
-from distiller.digits import DIGIT_WORDS, real_digits
+from distiller.demo.digits import DIGIT_WORDS, real_digits
 from distiller.errors import RunError, UserError
-from distiller.resources import looked_for
+from distiller.storage.packaged_files import looked_for
 from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from distiller.errors import UserError
-from distiller.saved_model import refuse_adapter, transformers_files
+from distiller.storage.saved_model import refuse_adapter, transformers_files
 
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|tf_model|flax_model).*\.(bin|h5|msgpack)")
 

@@ -13,12 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
-from distiller.capture import capture_outputs
-from distiller.classification_config import ClassificationStudent
-from distiller.depth import evenly_spaced
+from distiller.config.classification import ClassificationStudent
 from distiller.errors import UserError
-from distiller.resources import local_path
-from distiller.trained_student import TrainedStudent
+from distiller.storage.packaged_files import local_path
+from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.layer_selection import evenly_spaced
+from distiller.tasks.student_module import TrainedStudent
 from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
 from distiller.vision.files import (
     ClassifierFiles,

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from distiller.classification_config import TeacherTraining
-from distiller.config import Optim
+from distiller.config.classification import TeacherTraining
+from distiller.config.recipe import Optim
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.errors import RunError
-from distiller.optim import build_optimizer, learning_rate, set_learning_rate
-from distiller.stages import Stage
+from distiller.storage.stages import Stage
+from distiller.training.optim import build_optimizer, learning_rate, set_learning_rate
 from distiller.vision.files import ClassifierFiles, Processor
 from distiller.vision.library import new_model
 from distiller.vision.samples import PictureData, collate

@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import final
 
-from distiller.classification_config import ClassificationRecipe
+from distiller.config.classification import ClassificationRecipe
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.stages import Stage
+from distiller.storage.stages import Stage
 from distiller.vision.files import ClassifierFiles, Processor
 from distiller.vision.source import PictureSource
 from distiller.vision.stored import stored_files

@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, Dataset
 
 from distiller.build import build
 from distiller.cache.reading import CachedCollation, CachedData
+from distiller.config.loading import load
 from distiller.data.order import RankSampler, SampleKey
-from distiller.process import is_main_process, prepare_environment, settle_loader_worker
-from distiller.recipe_file import load
+from distiller.distributed.process import is_main_process, prepare_environment, settle_loader_worker
 from distiller.teachers.base import Outputs
-from distiller.trainer import Run, train
+from distiller.training.loop import Run, train
 
 
 class Zeros(Dataset[tuple[Any, Outputs]]):

@@ -20,17 +20,17 @@ from pathlib import Path
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.average import MovingAverage
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
-from distiller.config import Recipe
-from distiller.launch import World, open_world
-from distiller.launch_fsdp import wrapped_classes
-from distiller.optim import build_optimizer
-from distiller.process import prepare_environment
-from distiller.ranks import Ranks
-from distiller.recipe_file import parse
+from distiller.config.loading import parse
+from distiller.config.recipe import Recipe
+from distiller.distributed.process import prepare_environment
+from distiller.distributed.ranks import Ranks
+from distiller.launch.accelerator import World, open_world
+from distiller.launch.fsdp import wrapped_classes
+from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.opening import open_state
+from distiller.training.optim import build_optimizer
 
 GIB = 2**30
 MODELS = {

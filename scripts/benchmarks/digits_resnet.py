@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from distiller.stages import digest_of
+from distiller.storage.stages import digest_of
 
 ALPHAS = {"teacher and labels": None, "labels alone": 0.0}
 

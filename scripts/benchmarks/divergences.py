@@ -29,7 +29,7 @@ from torch import Tensor
 from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
 from distiller.language.divergences import DIVERGENCES
 from distiller.language.objective import Objective
-from distiller.tracking import peak_flops
+from distiller.training.tracking import peak_flops
 
 GIB = 2**30
 BETAS = {"forward_kl": 0.0, "reverse_kl": 1.0, "jsd": 0.5}

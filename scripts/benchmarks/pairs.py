@@ -50,14 +50,14 @@ def run_placements(folder: Path, batch_size: int) -> None:
     from torch.utils.data import DataLoader
 
     from distiller.build import build
+    from distiller.config.loading import load
     from distiller.data.order import RankSampler
-    from distiller.devices import quiet_libraries
+    from distiller.distributed.devices import quiet_libraries
     from distiller.errors import UserError
-    from distiller.micro_batch import LiveCollation
-    from distiller.recipe_file import load
+    from distiller.tasks.micro_batch import LiveCollation
     from distiller.teachers.base import Setup
-    from distiller.teachers.opening import open_teacher
-    from distiller.trainer import Run, train
+    from distiller.teachers.factory import open_teacher
+    from distiller.training.loop import Run, train
 
     quiet_libraries()
     overrides = [f"output_dir={folder}", f"train.max_steps={STEPS}", f"train.batch_size={batch_size}", *SETTINGS]

@@ -30,15 +30,15 @@ from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from distiller import draws
+from distiller.config.teacher import Teacher as Options
+from distiller.data import rng
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork
 from distiller.diffusion.pipeline import Location, PipelineFiles
 from distiller.diffusion.wan.family import WanFamily
-from distiller.ranks import Ranks
-from distiller.teacher_config import Teacher as Options
+from distiller.distributed.ranks import Ranks
 from distiller.teachers.base import Request, Setup, Teacher
-from distiller.teachers.layout import REST, lay_out
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
+from distiller.teachers.weights.layout import REST, lay_out
 
 GIB = 2**30
 TEXT_ROWS = 64
@@ -188,10 +188,10 @@ def make_requests(step: int, rank: int, count: int, tokens: int, device: torch.d
     requests = []
     for number in range(count):
         sample_id = 100_000 + 1_000 * rank + 10 * step + number
-        text = draws.noise(1, 0, sample_id, (1, TEXT_ROWS, 4096), "text")
+        text = rng.noise(1, 0, sample_id, (1, TEXT_ROWS, 4096), "text")
         text[:, -2:] = 0
         inputs = {
-            "latents": draws.noise(0, 0, sample_id, (1, LATENT_CHANNELS, *SHAPES[tokens]), "noise").to(device),
+            "latents": rng.noise(0, 0, sample_id, (1, LATENT_CHANNELS, *SHAPES[tokens]), "noise").to(device),
             "timesteps": torch.full((1,), 500.0 + step, device=device),
             "text": text.to(device),
         }

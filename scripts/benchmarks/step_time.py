@@ -28,8 +28,8 @@ import torch
 import yaml
 from diffusers import WanTransformer3DModel
 
-from distiller.resources import ASSETS_DIR
-from distiller.tracking import peak_flops
+from distiller.storage.packaged_files import ASSETS_DIR
+from distiller.training.tracking import peak_flops
 
 ROOT = Path(__file__).parents[2]
 MODELS = {

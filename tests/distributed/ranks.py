@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distiller.operator_locks import clear_operator_locks, extension_folder
+from distiller.launch.operator_locks import clear_operator_locks, extension_folder
 from tests.distributed.rank_host import PATIENCE_S, Call, Outcome, RankHost
 
 NUM_HOSTS = 2

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from accelerate import PartialState
 
-from distiller import output
 from distiller.checkpoint import gathering, writing
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.snapshot import Snapshot
+from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedError, UserError
-from distiller.output import check_shared, check_shared_stages
-from distiller.ranks import Ranks
+from distiller.run_folder import output_dir
+from distiller.run_folder.output_dir import check_shared, check_shared_stages
 from tests.distributed.ranks import on_ranks
 from tests.toy_state import IDENTITY, ToyState
 from tests.toy_task import toy_recipe
@@ -36,7 +36,7 @@ def _no_memory(*_: Any) -> Any:
 
 def everything(folder: Path) -> dict[str, Any]:
     PartialState(cpu=True)
-    output._PATIENCE_S = 1
+    output_dir._PATIENCE_S = 1
     ranks = Ranks.join(torch.device("cpu"))
     state = ToyState(ranks.rank, ranks.world_size)
     state.updates = 1

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from distiller import draws
+from distiller.data import rng
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from distiller.vision.converted import converted_files
 from distiller.vision.files import Processor, find_classifier
 from distiller.vision.network import ClassifierNetwork
@@ -50,7 +50,7 @@ def answers(network: ClassifierNetwork, kind: str, rank: int, dtype: str, **opti
         requests = []
         for number, size in enumerate((3 + rank, 2)):
             ids = tuple(100 * rank + 10 * number + place for place in range(size))
-            pixels = torch.stack([draws.noise(0, 0, i, (3, 32, 32)) for i in ids]).to(memory_format=memory)
+            pixels = torch.stack([rng.noise(0, 0, i, (3, 32, 32)) for i in ids]).to(memory_format=memory)
             features = ("features/0", "features/3") if network.block_names("classifier") else ()
             requests.append(Request(ids, {"pixels": pixels}, ("logits", *features)))
         return [

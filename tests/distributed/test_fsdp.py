@@ -16,14 +16,14 @@ from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch.distributed.tensor.debug import CommDebugMode
 
-from distiller.config import Optim
+from distiller.config.recipe import Optim
 from distiller.diffusion.student import DistilledStudent
 from distiller.diffusion.wan.architecture import WanArchitecture
-from distiller.launch import engine_name
-from distiller.launch_fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
-from distiller.optim import build_optimizer, set_learning_rate
+from distiller.launch.accelerator import engine_name
+from distiller.launch.fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
 from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
+from distiller.training.optim import build_optimizer, set_learning_rate
 from tests import toys
 from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distiller.gradient_buckets import leaving_no_trace
+from distiller.training.ddp_buckets import leaving_no_trace
 from tests.distributed.ranks import on_ranks
 
 RANKS = 4

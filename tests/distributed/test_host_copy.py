@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.teachers import host_copy
-from distiller.teachers.host_copy import HostCopy, open_named
+from distiller.teachers.weights import host_copy
+from distiller.teachers.weights.host_copy import HostCopy, open_named
 from tests.distributed.ranks import on_ranks
 
 ALONE = Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None)
@@ -107,8 +107,8 @@ def test_nothing_is_left_after_kill_9(tmp_path):
     """The memory has no name, so nothing could be left: not in /dev/shm and not in the folder for files."""
     script = """
         import os, sys, torch
-        from distiller.ranks import Ranks
-        from distiller.teachers.host_copy import HostCopy
+        from distiller.distributed.ranks import Ranks
+        from distiller.teachers.weights.host_copy import HostCopy
         copy = HostCopy.make([2**22], Ranks(torch.device("cpu"), 0, 1, 0, 1, None, None))
         copy.piece(0).fill_(7)
         print("ready", flush=True)

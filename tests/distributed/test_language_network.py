@@ -13,7 +13,7 @@ import torch
 from distiller.language.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.teachers import PLACEMENTS, Outputs, Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toy_causal_lm
 from tests.distributed.ranks import on_ranks
 from tests.toy_network import setup

@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from distiller import draws
-from distiller.devices import set_tf32
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.data import rng
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
-from distiller.teacher_config import Teacher as TeacherOptions
+from distiller.distributed.devices import set_tf32
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toy_pictures
 from tests.cached_cases import FromFiles
 from tests.distributed.ranks import on_ranks
@@ -56,12 +56,12 @@ def requests_of(kind: str, rank: int, features: tuple[str, ...]) -> list[Request
         ids = tuple(100 * rank + 10 * number + place for place in range(size))
         rows, width = (13, toy_pictures.T5_WIDTH) if kind == "sd3" else (8, toy_pictures.CLIP_WIDTH)
         inputs = {
-            "latents": torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in ids]),
-            "timesteps": torch.tensor([1000 * draws.uniform(0, 0, i, "t") for i in ids]),
-            "text": torch.stack([draws.noise(1, 0, i, (rows, width)) for i in ids]),
+            "latents": torch.stack([rng.noise(0, 0, i, (4, 1, 4, 4)) for i in ids]),
+            "timesteps": torch.tensor([1000 * rng.uniform(0, 0, i, "t") for i in ids]),
+            "text": torch.stack([rng.noise(1, 0, i, (rows, width)) for i in ids]),
         }
         if kind == "sd3":
-            inputs["pooled"] = torch.stack([draws.noise(2, 0, i, (toy_pictures.POOLED_WIDTH,)) for i in ids])
+            inputs["pooled"] = torch.stack([rng.noise(2, 0, i, (toy_pictures.POOLED_WIDTH,)) for i in ids])
         inputs |= {f"negative_{name}": inputs[name].flip(0) for name in ("text", "pooled") if name in inputs}
         requests.append(Request(ids, inputs, ("prediction", "unconditional", *features)))
     return requests

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 
 from distiller.teachers.base import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from distiller.teachers.quantization_error import measure_error
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_spread import IslandNetwork

@@ -11,14 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distiller import draws
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.data import rng
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import AgreedError, UserError
-from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import Outputs, Request, Teacher
 from distiller.teachers.base import Call
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
 from tests.distributed.ranks import on_ranks
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -41,7 +41,7 @@ class CountingNetwork(ToyNetwork):
 
 def request(size: int, *wanted: str, modules: tuple[int, ...] = ()) -> Request:
     first = 100 * dist.get_rank()
-    x = torch.stack([draws.noise(0, 0, first + i, (DIM,)) for i in range(size)])
+    x = torch.stack([rng.noise(0, 0, first + i, (DIM,)) for i in range(size)])
     return Request(tuple(range(first, first + size)), {"x": x}, wanted or ("output",), modules)
 
 
@@ -108,11 +108,11 @@ def prompt_by_length(weights: Path, pipeline: Path) -> list[float]:
             requests = []
             for number, length in enumerate(lengths):
                 ids = tuple(1000 * rank + 10 * number + i for i in range(2 + rank))
-                text = torch.stack([draws.noise(1, 0, i, (length, toys.TEXT_DIM)) for i in ids])
+                text = torch.stack([rng.noise(1, 0, i, (length, toys.TEXT_DIM)) for i in ids])
                 text[:, -2:] = 0
                 timesteps = torch.tensor([900.0, 100.0, 700.0])[: len(ids)]
                 inputs = {
-                    "latents": torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in ids]),
+                    "latents": torch.stack([rng.noise(0, 0, i, (4, 1, 4, 4)) for i in ids]),
                     "timesteps": timesteps,
                     "text": text,
                     "negative_text": text.new_zeros(len(ids), 3, toys.TEXT_DIM),

@@ -14,17 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distiller.distributed.liveness import RollCall
+from distiller.distributed.rank_failure import is_loss_of_ranks
+from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError, UserError
-from distiller.ranks import Ranks
-from distiller.roll_call import RollCall
-from distiller.siblings import is_loss_of_ranks
-from distiller.stages import Stage
+from distiller.storage.stages import Stage
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
 
 def train_toy(folder: Path, batch_size: int, accumulation_steps: int) -> np.ndarray:
-    from distiller.trainer import train
+    from distiller.training.loop import train
     from tests.toy_task import build_toy_run, toy_recipe
 
     run = build_toy_run(toy_recipe(folder, batch_size=batch_size), accumulation_steps)
@@ -47,9 +47,9 @@ def test_the_loss_is_a_global_mean_over_unequal_counts(tmp_path, world_size, bat
 
 def roll_out(recipe: dict) -> bool:
     from distiller.build import build_task
-    from distiller.launch import open_world
-    from distiller.recipe_file import parse
-    from distiller.teachers.opening import open_teacher
+    from distiller.config.loading import parse
+    from distiller.launch.accelerator import open_world
+    from distiller.teachers.factory import open_teacher
     from tests.toy_network import setup
 
     parsed = parse(recipe)

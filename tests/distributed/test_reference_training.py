@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from distiller.config import Recipe
+from distiller.config.recipe import Recipe
 from tests import plain_classification, plain_language
 from tests.beside_plain import Ran, assert_same, run
 from tests.distributed.ranks import on_ranks

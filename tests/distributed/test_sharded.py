@@ -20,13 +20,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from distiller.errors import UserError
-from distiller.resources import launch_files_dir
-from distiller.teachers import zero3
+from distiller.storage.packaged_files import launch_files_dir
+from distiller.storage.swap_folder import LOCK, PREFIX, SwapFolder
 from distiller.teachers.base import Call, Network, Outputs, Request
-from distiller.teachers.layout import lay_out
 from distiller.teachers.sharded import ShardedTeacher
-from distiller.teachers.shards import held_bytes
-from distiller.teachers.swap_folder import LOCK, PREFIX, SwapFolder
+from distiller.teachers.sharding import zero3
+from distiller.teachers.sharding.sharded_modules import held_bytes
+from distiller.teachers.weights.layout import lay_out
 from tests.distributed.ranks import on_ranks
 from tests.placement_contract import answers, open_case
 from tests.toy_network import ToyNetwork, save_toy, setup

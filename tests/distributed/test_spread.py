@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
+from distiller.storage.weight_files import WeightFiles
 from distiller.teachers.base import Call, Outputs
-from distiller.teachers.opening import open_teacher
-from distiller.weight_files import WeightFiles
+from distiller.teachers.factory import open_teacher
 from tests.distributed.ranks import on_ranks
 from tests.placement_contract import answers
 from tests.toy_network import NUM_BLOCKS, ToyNetwork, save_toy, setup

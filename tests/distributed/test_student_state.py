@@ -14,12 +14,12 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DeepSpeedPlugin, InitProcessGroupKwargs
 from torch import Tensor, nn
 
-from distiller.config import Optim
-from distiller.kept_buffers import KeptBuffers
-from distiller.launch import engine_name
-from distiller.optim import build_optimizer, set_learning_rate
+from distiller.config.recipe import Optim
+from distiller.launch.accelerator import engine_name
 from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
+from distiller.training.buffer_rollback import KeptBuffers
+from distiller.training.optim import build_optimizer, set_learning_rate
 from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks
 

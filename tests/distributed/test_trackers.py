@@ -7,9 +7,9 @@ from pathlib import Path
 
 from accelerate import PartialState
 
-from distiller.commands import start_trackers
-from distiller.tracking import Tracker
-from distiller.trainer import train
+from distiller.commands.training_run import start_trackers
+from distiller.training.loop import train
+from distiller.training.tracking import Tracker
 from tests import toys
 from tests.distributed.ranks import on_ranks
 from tests.toy_task import build_toy_run, toy_recipe

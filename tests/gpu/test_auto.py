@@ -9,9 +9,9 @@ import torch
 from accelerate import PartialState
 
 from distiller.errors import UserError
-from distiller.teachers import device_maps, footprint, opening, streamed
+from distiller.teachers import footprint, maps, streamed
+from distiller.teachers.factory import decide, open_teacher
 from distiller.teachers.footprint import measure
-from distiller.teachers.opening import decide, open_teacher
 from tests.distributed.ranks import on_ranks
 from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import requests_of
@@ -33,18 +33,18 @@ def choices(weights: Any) -> list[str]:
     whole.close()
     total = measure(network, torch.float32).total
     # Contexts are larger than the toy by orders of magnitude.
-    device_maps.CONTEXT_BYTES = 0
+    maps.CONTEXT_BYTES = 0
     chosen = []
     for share in SHARES:
-        for module in (footprint, device_maps, streamed):
+        for module in (footprint, maps, streamed):
             module.free_gpu_bytes = lambda _, share=share: int(share * total)  # type: ignore[attr-defined]
         decided = decide(network, setup(torch.float32, device, placement="auto"))
-        teacher = opening.PLACEMENTS[decided.options.placement](network, decided)
+        teacher = factory.PLACEMENTS[decided.options.placement](network, decided)
         for mine, theirs in zip(teacher.predict(requests), expected, strict=True):
             assert torch.allclose(mine["output"], theirs, rtol=1e-5, atol=1e-5)
         teacher.close()
         chosen.append(decided.options.placement)
-    for module in (footprint, device_maps, streamed):
+    for module in (footprint, maps, streamed):
         module.free_gpu_bytes = lambda _: int(0.6 * total)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"fit, fastest first: .*cpu"):
         decide(network, setup(torch.float32, device, placement="replicated"))

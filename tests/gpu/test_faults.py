@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distiller import draws
-from distiller.average import MovingAverage
+from distiller.data import rng
+from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.plain import PlainState
-from distiller.trainer import train
+from distiller.training.loop import train
 from tests import toys
 from tests.gpu.ranks import NUM_GPUS, run_on_gpus
 from tests.launch.launching import CONFIGS, begin
@@ -41,7 +41,7 @@ class DeviceTeacher(LinearTeacher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = draws.noise(9, 0, 0, (DIM, DIM)).cuda()
+        self.weight = rng.noise(9, 0, 0, (DIM, DIM)).cuda()
 
 
 class WaitlessTask(TokenTask):

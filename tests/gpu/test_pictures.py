@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.text import embed
-from distiller.teacher_config import Teacher
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toy_pictures
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_picture_placements import CASES, answers_of_all

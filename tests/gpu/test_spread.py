@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from distiller import draws
-from distiller.devices import set_tf32
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.data import rng
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
+from distiller.distributed.devices import set_tf32
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.teacher_config import Teacher as TeacherOptions
 from distiller.teachers import Outputs, Request, Setup, Teacher
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
 from tests.distributed.ranks import on_ranks
 
@@ -94,11 +94,11 @@ def predict(teacher: Teacher, network: DiffusionNetwork, ranks: Ranks) -> list[O
     answers = []
     for step in range(2):
         ids = tuple(1000 * ranks.rank + 10 * step + i for i in range(2 + ranks.rank))
-        text = torch.stack([draws.noise(1, 0, i, (7, toys.TEXT_DIM)) for i in ids])
+        text = torch.stack([rng.noise(1, 0, i, (7, toys.TEXT_DIM)) for i in ids])
         text[:, -2:] = 0
         timesteps = torch.tensor([900.0, 100.0, 700.0])[: len(ids)]
         inputs = {
-            "latents": torch.stack([draws.noise(0, 0, i, (4, 1, 16, 16)) for i in ids]),
+            "latents": torch.stack([rng.noise(0, 0, i, (4, 1, 16, 16)) for i in ids]),
             "timesteps": timesteps,
             "text": text,
             "negative_text": torch.zeros(len(ids), 3, toys.TEXT_DIM),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from distiller.config import Teacher
+from distiller.config.recipe import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.teachers import Request

@@ -11,7 +11,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from distiller import draws
+from distiller.data import rng
 from tests import toys
 from tests.launch.launching import CONFIGS, Result, launch
 
@@ -22,9 +22,9 @@ NUM_SAMPLES, SEED = 24, 3
 
 def make_toy(folder: Path, sections: dict[str, Any]) -> Path:
     """Latents of which one is not finite, and recipe.yaml to train on them; healthy.yaml takes the first eight."""
-    latents = draws.noise(1, 0, 0, (NUM_SAMPLES, 4, 1, 4, 4))
+    latents = rng.noise(1, 0, 0, (NUM_SAMPLES, 4, 1, 4, 4))
     # Not in the first update, whose targets are checked, nor among the drawn samples.
-    spoilt = next(i for i in draws.sample_order(SEED, 0, NUM_SAMPLES)[8:] if i >= 10)
+    spoilt = next(i for i in rng.sample_order(SEED, 0, NUM_SAMPLES)[8:] if i >= 10)
     latents[spoilt, 0, 0, 1, 2] = float("nan")
     (folder / "latents").mkdir()
     save_file({"latents": latents}, folder / "latents" / "0.safetensors")

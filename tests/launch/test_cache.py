@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from distiller.cache.layout import shard_name
-from distiller.stage_places import CACHED_STAGES
-from distiller.weight_files import read_header
+from distiller.storage.stage_folders import CACHED_STAGES
+from distiller.storage.weight_files import read_header
 from tests import toys
 from tests.launch.launching import CONFIGS, begin, launch
 

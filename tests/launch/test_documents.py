@@ -17,10 +17,10 @@ from typing import Any
 
 import pytest
 
-from distiller.output import MAY_CHANGE_ON_RESUME, SECTIONS_THAT_MAY_CHANGE_ON_RESUME
-from distiller.plain_yaml import dump_yaml, parse_yaml
-from distiller.recipe_file import load
-from tests import recipe_keys
+from distiller.config.loading import load
+from distiller.run_folder.output_dir import MAY_CHANGE_ON_RESUME, SECTIONS_THAT_MAY_CHANGE_ON_RESUME
+from distiller.storage.yaml_files import dump_yaml, parse_yaml
+from tests import module_tree, recipe_keys
 from tests.launch.launching import ROOT, run
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -332,15 +332,5 @@ def test_the_page_of_keys_is_the_recipes():
     assert recipe_keys.PAGE.read_text(encoding="utf-8") == recipe_keys.page(), "run python -m tests.recipe_keys"
 
 
-def test_the_readmes_tree_is_the_checkouts():
-    (tree,) = (block.text for block in blocks_of(ROOT / "README.md") if "accelerate_configs/  " in block.text)
-    named, folders = set(), [""]
-    for line in tree.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 4
-        for name in line.strip().split("  ")[0].split(", "):
-            path = f"{folders[depth]}{name}"
-            named.add(path.rstrip("/"))
-            folders[depth + 1 :] = [path]
-    assert not sorted(path for path in named if not (ROOT / path).exists())
-    modules = {str(file.relative_to(ROOT)) for file in (ROOT / "distiller").rglob("*.py") if file.stem[0] != "_"}
-    assert not sorted(modules - named)
+def test_the_page_of_modules_is_the_packages():
+    assert module_tree.PAGE.read_text(encoding="utf-8") == module_tree.page(), "run python -m tests.module_tree"

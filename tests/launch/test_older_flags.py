@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from distiller.plain_yaml import parse_yaml
+from distiller.storage.yaml_files import parse_yaml
 from tests import toys
 from tests.launch.launching import CONFIGS, ROOT, Result, run
 

@@ -29,7 +29,7 @@ def make_recipe(pipelines, tmp_path):
 
     def make(num_experts: int = 1, **sections):
         data = toys.recipe(tmp_path, pipelines[num_experts], **sections)
-        from distiller.recipe_file import parse
+        from distiller.config.loading import parse
 
         return parse(data)
 

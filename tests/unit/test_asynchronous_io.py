@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from distiller.asynchronous_io import ARCHITECTURES, check_asynchronous_io
 from distiller.errors import UserError
+from distiller.launch.asynchronous_io import ARCHITECTURES, check_asynchronous_io
 
 
 @pytest.mark.parametrize("listed", [None, "9.0", "8.0;9.0+PTX", "8.0 9.0"])

@@ -20,8 +20,8 @@ from pydantic import BaseModel
 from safetensors.torch import save_file
 
 from distiller.cli import main
-from distiller.plain_yaml import dump_yaml
-from distiller.recipe_file import RECIPES, dump, parse
+from distiller.config.loading import RECIPES, dump, parse
+from distiller.storage.yaml_files import dump_yaml
 from tests import toys
 
 REMOVED = object()
@@ -662,7 +662,7 @@ class TestHub:
                 raise error
 
             monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-            monkeypatch.setattr("distiller.hub.snapshot_download", download)
+            monkeypatch.setattr("distiller.storage.hub.snapshot_download", download)
             changes = {f"teacher.{key}": value for key, value in {"path": "Wan-AI/Wan", **teacher}.items()}
             refuse_recipe(changes, "Wan-AI/Wan", "HF_HUB_OFFLINE=1", "give a folder", *words)
 
@@ -725,7 +725,7 @@ class TestHub:
         snapshot.mkdir()
         for name, text in files.items():
             (snapshot / name).write_text(text)
-        monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(snapshot))
+        monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(snapshot))
         refuse_recipe({"teacher.path": "owner/name"}, "teacher.path: owner/name", *words)
 
 
@@ -1196,7 +1196,7 @@ class TestRunFolder:
         def fail() -> None:
             raise ImportError("No module named 'sklearn'")
 
-        monkeypatch.setattr("distiller.tasks.diffusion.DigitJudge", fail)
+        monkeypatch.setattr("distiller.diffusion.task.DigitJudge", fail)
         size = ["task.height=64", "task.width=64"]
         refuse(["evaluate", "run", *size, "evaluation.judge=digits"], "scikit-learn", "distiller[demo]")
 

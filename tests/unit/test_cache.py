@@ -15,9 +15,9 @@ from distiller.cache.layout import Layout, evenly, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
 from distiller.cache.shards import Shard, remove_partial, write_shard
-from distiller.draws import sample_order
+from distiller.data.rng import sample_order
 from distiller.errors import RunError, UserError
-from distiller.micro_batch import RepeatedDraws
+from distiller.tasks.micro_batch import RepeatedDraws
 from tests.cached_cases import fill_cache
 from tests.toy_task import LinearTeacher, Sequences, TokenTask
 

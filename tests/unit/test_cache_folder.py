@@ -9,10 +9,10 @@ import torch
 from transformers import ResNetConfig
 
 from distiller import commands
-from distiller.caching import make_cache
-from distiller.recipe_file import parse
-from distiller.stage_places import CACHED_STAGES, StagePlaces
-from distiller.stages import Stage
+from distiller.commands.caching import make_cache
+from distiller.config.loading import parse
+from distiller.storage.stage_folders import CACHED_STAGES, StagePlaces
+from distiller.storage.stages import Stage
 from tests import classifiers, toy_causal_lm, toys
 
 

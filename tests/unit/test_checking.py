@@ -11,10 +11,10 @@ from PIL import Image
 
 from distiller import commands
 from distiller.cli import main
+from distiller.config.loading import dump, parse
 from distiller.data.pictures import MOST_LOOKED_AT, look_at
 from distiller.errors import UserError
-from distiller.recipe_file import dump, parse
-from distiller.weight_files import read_header
+from distiller.storage.weight_files import read_header
 from tests import classifiers
 
 FILE = "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 1\n"

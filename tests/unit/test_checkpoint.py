@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distiller.average import MovingAverage
 from distiller.checkpoint import saving, snapshot, writing
 from distiller.checkpoint.format import Spent, dump_progress, parse_progress, rank_file
 from distiller.checkpoint.gathering import whole_on_main
@@ -23,9 +22,10 @@ from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due, is_time
 from distiller.checkpoint.snapshot import Snapshot
-from distiller.config import Checkpoint
+from distiller.config.recipe import Checkpoint
 from distiller.errors import AgreedError, UserError
 from distiller.student_state.base import Piece
+from distiller.student_state.moving_average import MovingAverage
 from tests.toy_state import IDENTITY, ToyState
 from tests.toys import ALONE
 

@@ -29,12 +29,12 @@ from transformers import (
 
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
-from distiller.classification_config import ClassificationData
+from distiller.config.classification import ClassificationData
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from distiller.tasks import open_task
 from distiller.teachers.base import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from distiller.vision.batch_norm import BatchNorm, num_groups, replace_batch_norm
 from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers

@@ -7,10 +7,10 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from distiller.config.loading import dump, load, parse
 from distiller.errors import UserError
-from distiller.plain_yaml import dump_yaml
-from distiller.recipe_file import dump, load, parse
-from distiller.resources import recipe_names
+from distiller.storage.packaged_files import recipe_names
+from distiller.storage.yaml_files import dump_yaml
 
 MINIMAL = {
     "teacher": {"path": "teacher"},
@@ -64,7 +64,7 @@ def test_packaged_recipes_are_valid(name):
 
 
 def test_recipes_are_checked_without_importing_torch():
-    code = "import distiller.cli, distiller.recipe_file, sys; sys.exit('torch' in sys.modules)"
+    code = "import distiller.cli, distiller.config.loading, sys; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

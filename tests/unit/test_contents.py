@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
-from distiller import contents
-from distiller.contents import content_digest
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.errors import UserError
-from distiller.stages import digest_files
-from distiller.teacher_config import Teacher
+from distiller.storage import content_digests
+from distiller.storage.content_digests import content_digest
+from distiller.storage.stages import digest_files
 from distiller.vision.contents import contents_digest
 
 
@@ -65,7 +65,7 @@ def test_large_files_of_the_hub_are_read_once(tmp_path, cache_home):
     assert content_digest(tmp_path / "model.safetensors") == expected
     (cache_home / blob.name).write_text("torn")
     # As in the next process.
-    contents._known.clear()
+    content_digests._known.clear()
     assert content_digest(tmp_path / "model.safetensors") != expected
 
 
@@ -138,8 +138,8 @@ def test_pictures_are_known_by_their_contents(tmp_path, cache_home):
 def test_a_process_reads_a_file_once_until_it_looks_another(tmp_path, monkeypatch):
     read, file = [], tmp_path / "weights"
     file.write_bytes(b"1")
-    whole = contents.read_digest
-    monkeypatch.setattr(contents, "read_digest", lambda file: read.append(file) or whole(file))
+    whole = content_digests.read_digest
+    monkeypatch.setattr(content_digests, "read_digest", lambda file: read.append(file) or whole(file))
     first = content_digest(file)
     assert content_digest(file) == first
     assert read == [file]
@@ -151,19 +151,19 @@ def test_a_process_reads_a_file_once_until_it_looks_another(tmp_path, monkeypatc
 
 
 def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, monkeypatch):
-    monkeypatch.setattr("distiller.contents.LARGE_BYTES", 4)
+    monkeypatch.setattr("distiller.storage.content_digests.LARGE_BYTES", 4)
     file, other = tmp_path / "model.safetensors", tmp_path / "model.bin"
     for each in (file, other):
         each.write_bytes(b"weights")
     first = content_digest(file)
     assert not cache_home.exists(), "it may be written again within the file system's resolution of time"
-    monkeypatch.setattr("distiller.contents.SETTLED_S", -1.0)
+    monkeypatch.setattr("distiller.storage.content_digests.SETTLED_S", -1.0)
     # As another process, which has read nothing yet.
-    monkeypatch.setattr(contents, "_known", {})
+    monkeypatch.setattr(content_digests, "_known", {})
     assert content_digest(file) == content_digest(other) == first
     (note,) = cache_home.iterdir()
     note.write_text("0" * 32)
-    monkeypatch.setattr(contents, "_known", {})
+    monkeypatch.setattr(content_digests, "_known", {})
     assert content_digest(file) == "0" * 32
     times = file.stat()
     file.write_bytes(b"others!")

@@ -10,11 +10,11 @@ from pathlib import Path
 import datasets
 import pytest
 
-from distiller.classification_config import ClassificationData
+from distiller.config.causal_lm import LanguageData
+from distiller.config.classification import ClassificationData
 from distiller.errors import RunError, UserError
 from distiller.language.documents import Text
 from distiller.language.text import FORMATS, documents_of, open_corpus
-from distiller.language_config import LanguageData
 from distiller.vision.sources import open_pictures
 from tests import classifiers
 

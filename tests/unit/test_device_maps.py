@@ -13,15 +13,15 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.ranks import Ranks
-from distiller.teachers import device_maps
-from distiller.teachers.device_maps import DeviceMap, balanced_map, check_custom_map, sequential_map
-from distiller.teachers.filling import Plan
-from distiller.teachers.layout import Unit, lay_out
-from distiller.teachers.places import find_places, give_own_slots, passing_part, resident_parts
-from distiller.teachers.spread import pack
-from distiller.teachers.travelling import Carrier, attach_hooks
+from distiller.teachers.device_map import maps
+from distiller.teachers.device_map.device_hooks import Carrier, attach_hooks
+from distiller.teachers.device_map.maps import DeviceMap, balanced_map, check_custom_map, sequential_map
+from distiller.teachers.device_map.module_partition import find_places, give_own_slots, passing_part, resident_parts
+from distiller.teachers.device_map.teacher import pack
+from distiller.teachers.weights.layout import Unit, lay_out
+from distiller.teachers.weights.loading import Plan
 from tests.toy_network import DIM, NUM_BLOCKS, ToyNetwork
 
 NETWORK = ToyNetwork(Path("nowhere"))
@@ -97,12 +97,12 @@ def test_what_finds_no_room_is_refused_with_what_would_fit(make_map):
 
 def test_a_gpu_keeps_room_for_the_student_contexts_and_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
-    monkeypatch.setattr(device_maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
+    monkeypatch.setattr(maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
     ranks = Ranks(torch.device("cuda", 0), 0, 2, 0, 2, None, None)
-    room = device_maps.room_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
-    contexts = 2 * device_maps.CONTEXT_BYTES
+    room = maps.room_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
+    contexts = 2 * maps.CONTEXT_BYTES
     assert room == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
-    assert device_maps.room_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
+    assert maps.room_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from distiller import cli, siblings
+from distiller import cli
+from distiller.distributed import rank_failure
 from distiller.errors import AgreedError, OwnUserError, QualityGateError, RunError, StoppedError, UserError
 
 
@@ -83,8 +84,8 @@ def test_a_path_that_is_not_utf8_is_said(tmp_path, monkeypatch):
         file = tmp_path / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert siblings.speaks_first(reason) == (rank == 0)
-        siblings.leave_reason(reason, is_own=rank == 0)
+        assert rank_failure.speaks_first(reason) == (rank == 0)
+        rank_failure.leave_reason(reason, is_own=rank == 0)
         assert json.loads(file.read_text())["message"]["message"] == (r"distiller: data.path: caf\udce9 does not exist")
 
 
@@ -104,9 +105,9 @@ def test_a_rank_that_is_ended_by_the_clock_says_so(tmp_path):
     file.parent.mkdir(parents=True)
     program = """
 import os, signal, time
-from distiller import stopping
-stopping.GRACE_S = 0.2
-stops = stopping.Stops()
+from distiller.distributed import shutdown
+shutdown.GRACE_S = 0.2
+stops = shutdown.Stops()
 stops.listen()
 stops.defer()
 os.kill(os.getpid(), signal.SIGTERM)

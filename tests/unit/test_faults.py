@@ -23,14 +23,17 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.utils.data import DataLoader, Dataset
 
-from distiller import caching, cli, commands, draws, durable
+from distiller import cli, commands
 from distiller.checkpoint import saving
 from distiller.checkpoint.snapshot import Snapshot
+from distiller.commands import caching
+from distiller.config.loading import dump
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
+from distiller.distributed.process import settle_loader_worker
 from distiller.errors import RunError, UserError
-from distiller.process import settle_loader_worker
-from distiller.recipe_file import dump
+from distiller.storage import durable_writes
 from tests import toys
 
 # The contract's list; null where one does not apply.
@@ -49,7 +52,7 @@ def latents(tmp_path):
     folder = tmp_path / "latents"
     folder.mkdir()
     for number in range(16):
-        save_file({"latents": draws.noise(1, 0, number, (1, 4, 1, 4, 4))}, folder / f"{number:02d}.safetensors")
+        save_file({"latents": rng.noise(1, 0, number, (1, 4, 1, 4, 4))}, folder / f"{number:02d}.safetensors")
     toys.write_prompts(folder / "prompts.txt", toys.PROMPTS[:16])
     return folder
 
@@ -57,7 +60,7 @@ def latents(tmp_path):
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_a_latents_file_that_disappears_is_named_and_checkpoints_stay(make_recipe, tmp_path, latents, num_workers):
     """The file of the last sample to be read goes when the first ones have been."""
-    last = draws.sample_order(3, 0, 16)[-1]
+    last = rng.sample_order(3, 0, 16)[-1]
 
     def train() -> None:
         data = {"kind": "latents", "path": str(latents)}
@@ -204,10 +207,10 @@ def test_what_fsync_says_of_a_broken_or_full_disk_is_no_missing_feature(tmp_path
     monkeypatch.setattr(os, "fsync", Mock(side_effect=OSError(code, os.strerror(code))))
     if is_none:
         with pytest.raises(OSError, match=os.strerror(code)):
-            durable.sync_folder(tmp_path)
+            durable_writes.sync_folder(tmp_path)
     else:
-        assert durable.sync_folder(tmp_path) is False
-        assert "does not bring files to the disk" in (durable.missing_durability(tmp_path) or "")
+        assert durable_writes.sync_folder(tmp_path) is False
+        assert "does not bring files to the disk" in (durable_writes.missing_durability(tmp_path) or "")
     assert os.listdir(tmp_path) == []
 
 

@@ -12,11 +12,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from distiller import caching, commands
+from distiller import commands
+from distiller.commands import caching
+from distiller.config.loading import parse
 from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.errors import UserError
-from distiller.file_modes import follow_umask
-from distiller.recipe_file import parse
+from distiller.storage.file_modes import follow_umask
 from tests import classifiers, toy_causal_lm
 
 

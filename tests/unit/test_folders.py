@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from distiller.classification_config import ClassificationData
+from distiller.config.causal_lm import LanguageData
+from distiller.config.classification import ClassificationData
 from distiller.data.folders import files_below, files_matching, folders_in
 from distiller.data.images import find_images
 from distiller.errors import UserError
 from distiller.language.text import open_corpus
-from distiller.language_config import LanguageData
-from distiller.stages import digest_files
+from distiller.storage.stages import digest_files
 from distiller.vision.sources import open_pictures
 
 

@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from distiller.config.teacher import Teacher as Options
 from distiller.errors import UserError
-from distiller.teacher_config import Teacher as Options
-from distiller.teachers import PLACEMENTS, opening
-from distiller.teachers.device_maps import Packing
+from distiller.teachers import PLACEMENTS, factory
+from distiller.teachers.device_map.maps import Packing
+from distiller.teachers.factory import open_teacher
 from distiller.teachers.fitting import AUTO, ON_CPUS, ON_GPUS, ONE_RANK, check_fits, choose, fitting
 from distiller.teachers.footprint import AUTO_SHARE, Room, Sizes, footprints, measure
-from distiller.teachers.opening import open_teacher
 from distiller.teachers.rules import QUANTIZED_PLACEMENTS, RULES, check_placement
 from tests.toy_network import ToyNetwork, save_toy, setup
 
@@ -202,8 +202,8 @@ def test_the_sizes_are_those_of_the_weights(tmp_path):
 
 def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
     network = ToyNetwork(tmp_path / "no such folder")
-    room = opening.room_of(setup())
-    monkeypatch.setattr(opening, "room_of", lambda *_: replace(room, host=1000))
+    room = factory.room_of(setup())
+    monkeypatch.setattr(factory, "room_of", lambda *_: replace(room, host=1000))
     for name in ("replicated", "cpu", "streamed", "balanced", "rank0", "swap", "sharded"):
         with pytest.raises(UserError, match=rf"teacher\.placement {name} takes"):
             open_teacher(network, setup(placement=name))

@@ -8,7 +8,9 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from distiller import commands, draws
+from distiller import commands
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
@@ -17,8 +19,7 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.samples import student_predictor
 from distiller.diffusion.text import embed
 from distiller.tasks import open_task
-from distiller.teacher_config import Teacher as TeacherOptions
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
 from tests.toy_network import setup
 
@@ -99,7 +100,7 @@ def test_rollout_stored_targets_and_the_count_of_passes(make_recipe, pipelines, 
     assert f"= {sum(asked)} forward passes" in capsys.readouterr().out
     store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     pipeline = WanPipeline.from_pretrained(pipelines[2])
-    noise = torch.stack([draws.noise(recipe.seed, 0, i, SHAPE, "rollout") for i in range(4)])
+    noise = torch.stack([rng.noise(recipe.seed, 0, i, SHAPE, "rollout") for i in range(4)])
     theirs = pipeline_s_latents(pipeline, scales, noise, prompts=toys.PROMPTS[:4])
     torch.testing.assert_close(torch.stack([store.latents(i) for i in range(4)]), theirs, rtol=1e-5, atol=1e-6)
     batch = task.collate([data[0, i] for i in range(4)])

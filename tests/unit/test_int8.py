@@ -11,16 +11,16 @@ from diffusers import BitsAndBytesConfig, WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
 from torch import nn
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import UserError
-from distiller.teacher_config import Teacher
 from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
-from distiller.teachers.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from distiller.teachers.quantization_error import measure_error
-from distiller.teachers.quantized import convert_linears, plan_held
+from distiller.teachers.weights.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
+from distiller.teachers.weights.quantized import convert_linears, plan_held
 from tests import toys
 from tests.toy_network import setup
 from tests.unit.test_wan_network import inputs_for

@@ -12,12 +12,12 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion import text
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.text import TextStore, encode_prompts, text_stage
 from distiller.diffusion.vae import encode_images
-from distiller.stages import Stage
-from distiller.teacher_config import Teacher
+from distiller.storage.stages import Stage
 from tests import toy_pictures
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword")

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from distiller.config.causal_lm import LanguageData
 from distiller.errors import UserError
 from distiller.language.documents import Answer, Chat, Text
 from distiller.language.text import documents_of, open_corpus
-from distiller.language_config import LanguageData
 
 
 def read(**data):

@@ -16,7 +16,7 @@ from distiller.language.documents import Answer, Text
 from distiller.language.rows import TextData, lay_out
 from distiller.language.tokenised import TokenStore, tokenise_corpus
 from distiller.language.tokenising import DocumentTokenizer
-from distiller.stages import Stage
+from distiller.storage.stages import Stage
 from tests.toy_language import word_level
 
 PAD = 0

@@ -8,11 +8,11 @@ import torch
 from accelerate import Accelerator
 from safetensors import SafetensorError
 
+from distiller.config.causal_lm import LanguageData
 from distiller.errors import UserError
 from distiller.language.source import LanguageSource, held_out_documents
 from distiller.language.tokenising import DocumentTokenizer
-from distiller.language_config import LanguageData
-from distiller.stages import digest_of
+from distiller.storage.stages import digest_of
 from tests.toy_language import CHAT, byte_level, language_recipe, word_level
 
 TEXTS = [f"the red cat runs . {'a dog sits . ' * (number % 7)}" for number in range(60)]

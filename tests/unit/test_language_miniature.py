@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language import miniature
-from distiller.language.anatomy import Anatomy
-from distiller.recipe_file import parse
+from distiller.language import behaviour_probe
+from distiller.language.model_spec import Anatomy
 from tests import toy_causal_lm
 
 SMALL: dict[str, Any] = {"vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 3}
@@ -44,10 +44,10 @@ CONFIGS = {
 def test_a_small_model_shows_whether_documents_see_each_other(kind, separates):
     state = torch.get_rng_state()
     anatomy = Anatomy(CONFIGS[kind], False, kind)
-    behaviour = miniature.observe(anatomy)
-    assert behaviour == miniature.Behaviour(is_causal=True, separates=separates, has_known_logits=True)
+    behaviour = behaviour_probe.observe(anatomy)
+    assert behaviour == behaviour_probe.Behaviour(is_causal=True, separates=separates, has_known_logits=True)
     assert torch.equal(torch.get_rng_state(), state)
-    assert miniature.small_config(anatomy).num_hidden_layers <= 3
+    assert behaviour_probe.small_config(anatomy).num_hidden_layers <= 3
 
 
 @pytest.mark.parametrize("kind", ["opt", "mamba"])
@@ -66,13 +66,13 @@ def test_models_whose_documents_would_see_each_other_are_not_packed(tmp_path, ki
 
 def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
     anatomy = Anatomy(CONFIGS["llama"], False, "x")
-    monkeypatch.setattr(miniature, "MOST_PARAMETERS", 10)
-    assert miniature.observe(anatomy) is None
-    miniature.check_behaviour(anatomy, "x", packs=True)
-    monkeypatch.setattr(miniature, "JOINING_TYPES", ("llama",))
-    miniature.check_behaviour(anatomy, "x", packs=False)
+    monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
+    assert behaviour_probe.observe(anatomy) is None
+    behaviour_probe.check_behaviour(anatomy, "x", packs=True)
+    monkeypatch.setattr(behaviour_probe, "JOINING_TYPES", ("llama",))
+    behaviour_probe.check_behaviour(anatomy, "x", packs=False)
     with pytest.raises(UserError, match=r"x: in model type llama the documents"):
-        miniature.check_behaviour(anatomy, "x", packs=True)
+        behaviour_probe.check_behaviour(anatomy, "x", packs=True)
 
 
 def test_a_model_with_weights_behind_its_body_is_refused():
@@ -83,7 +83,7 @@ def test_a_model_with_weights_behind_its_body_is_refused():
 
 def test_a_model_whose_tokens_see_what_follows_is_refused():
     small = HEADS | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-    miniature.check_behaviour(Anatomy(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
+    behaviour_probe.check_behaviour(Anatomy(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
     anatomy = Anatomy(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
     with pytest.raises(UserError, match="lets a token see those that follow it"):
-        miniature.check_behaviour(anatomy, "x", packs=False)
+        behaviour_probe.check_behaviour(anatomy, "x", packs=False)

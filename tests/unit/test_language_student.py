@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distiller import commands
 from distiller.build import build_task
 from distiller.cache.key import content_key, first_difference
-from distiller.caching import make_cache
+from distiller.commands.caching import make_cache
+from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
 from distiller.language.batch import IGNORED
 from distiller.language.counted import CountedBatch
-from distiller.recipe_file import parse
-from distiller.tasks.causal_lm import CausalLMTask
+from distiller.language.task import CausalLMTask
 from tests import toy_causal_lm, toys
 
 FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
@@ -52,7 +52,7 @@ def task_of(recipe: Any) -> CausalLMTask:
 
 def loss_of(task: CausalLMTask, batch: CountedBatch, trained: Any) -> float:
     """The loss sum of a micro-batch, with the teacher in this process."""
-    from distiller.teachers.opening import open_alone
+    from distiller.teachers.factory import open_alone
 
     task.run_stages(toys.ALONE, None)
     options = task._recipe.teacher

@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from distiller import commands
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.export import export_checkpoint
-from distiller.hub import stored_names
-from distiller.language.anatomy import Anatomy
 from distiller.language.files import find_model
+from distiller.language.model_spec import Anatomy
 from distiller.language.tying import tied_as_stored
-from distiller.recipe_file import parse
+from distiller.storage.hub import stored_names
 from tests import toy_causal_lm
 
 
@@ -122,15 +122,15 @@ def test_a_hubs_model_is_tied_by_its_header_or_its_index(untied, tmp_path, monke
         asked.append("*.safetensors" in allow_patterns)
         return str(sharded if asked[-1] else described)
 
-    monkeypatch.setattr("distiller.hub.snapshot_download", download)
+    monkeypatch.setattr("distiller.storage.hub.snapshot_download", download)
     found = find_model("teacher", "owner/untied", None, None, tmp_path / "stages", trusts_code=False)
     assert not found.anatomy.is_tied
     assert asked == [False, True]
-    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(untied))
+    monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(untied))
     assert not find_model("teacher", "owner/whole", None, None, tmp_path, trusts_code=False).anatomy.is_tied
     asked.clear()
     (described / "model.safetensors.index.json").unlink()
-    monkeypatch.setattr("distiller.hub.snapshot_download", download)
+    monkeypatch.setattr("distiller.storage.hub.snapshot_download", download)
     assert find_model("teacher", "owner/tied", None, None, tmp_path, trusts_code=False).anatomy.is_tied
     assert asked == [False]
 
@@ -160,8 +160,8 @@ def test_names_that_the_hub_does_not_tell_are_not_guessed(tmp_path, monkeypatch,
     def ask(*_: Any, **__: Any) -> Any:
         raise fault or EntryNotFoundError("404")
 
-    monkeypatch.setattr("distiller.hub.HfApi.parse_safetensors_file_metadata", ask)
-    monkeypatch.setattr("distiller.hub.is_offline", lambda: False)
+    monkeypatch.setattr("distiller.storage.hub.HfApi.parse_safetensors_file_metadata", ask)
+    monkeypatch.setattr("distiller.storage.hub.is_offline", lambda: False)
     index = {"weight_map": {"lm_head.weight": "model-1.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     if fault is None:

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from distiller import commands
+from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.language.converted import CONVERTED
 from distiller.language.files import find_model
-from distiller.recipe_file import parse
 from tests import language_sweep, toy_causal_lm
 
 SMALL = {

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from distiller.errors import UserError
-from distiller.launch_compile import check_compile, dynamo_plugin
-from distiller.launch_request import read_launch_file
+from distiller.launch.compile import check_compile, dynamo_plugin
+from distiller.launch.request import read_launch_file
 from tests.questionnaire import MULTI_GPU, answer
 
 DYNAMO = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from distiller.cli import main
-from distiller.launch_request import deepspeed_settings, read_launch_file
-from distiller.launch_rules import check_request
+from distiller.launch.checks import check_request
+from distiller.launch.request import deepspeed_settings, read_launch_file
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))

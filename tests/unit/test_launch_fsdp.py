@@ -17,13 +17,13 @@ from accelerate.commands.menu import BulletMenu
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrategy
 
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.launch import World
-from distiller.launch_compile import check_compile
-from distiller.launch_deepspeed import Offload
-from distiller.launch_fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
-from distiller.recipe_file import parse
-from distiller.student_size import gpu_bytes, host_bytes
+from distiller.launch.accelerator import World
+from distiller.launch.compile import check_compile
+from distiller.launch.deepspeed import Offload
+from distiller.launch.fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
+from distiller.training.student_memory import gpu_bytes, host_bytes
 from tests import toys
 from tests.launch.launching import CONFIGS
 

@@ -13,12 +13,10 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.launch import World
-from distiller.launch_deepspeed import Offload
-from distiller.launch_keys import reject_unknown_keys
-from distiller.launch_request import LaunchRequest, deepspeed_settings, read_launch_file
-from distiller.launch_rules import (
+from distiller.launch.accelerator import World
+from distiller.launch.checks import (
     check_json_precision,
     check_nvme_room,
     check_request,
@@ -26,8 +24,10 @@ from distiller.launch_rules import (
     fill_nvme_paths,
     possible_precisions,
 )
-from distiller.recipe_file import parse
-from distiller.student_size import gpu_bytes, host_bytes
+from distiller.launch.deepspeed import Offload
+from distiller.launch.keys import reject_unknown_keys
+from distiller.launch.request import LaunchRequest, deepspeed_settings, read_launch_file
+from distiller.training.student_memory import gpu_bytes, host_bytes
 from tests import toys
 from tests.questionnaire import DEEPSPEED, MULTI_GPU, QUESTIONNAIRES, answer
 

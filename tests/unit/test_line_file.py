@@ -3,7 +3,7 @@
 import resource
 import signal
 
-from distiller.line_file import LineFile
+from distiller.storage.line_file import LineFile
 
 
 def test_what_cannot_be_written_is_said_once_and_leaves_whole_lines(tmp_path, capsys):

@@ -13,13 +13,13 @@ import torch
 from diffusers import WanTransformer3DModel
 from huggingface_hub.utils import filter_repo_objects
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork
 from distiller.diffusion.wan.short_text import install_short_text
-from distiller.hub import OTHER_FORMS
-from distiller.teacher_config import Teacher
+from distiller.storage.hub import OTHER_FORMS
 from distiller.teachers.base import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from distiller.teachers.quantization_error import measure_error
 from tests import toys
 from tests.toy_network import setup

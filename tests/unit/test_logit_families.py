@@ -13,13 +13,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from distiller import commands
 from distiller.build import build_task
-from distiller.caching import make_cache
+from distiller.commands.caching import make_cache
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language import miniature
-from distiller.language.anatomy import Anatomy
+from distiller.language import behaviour_probe
 from distiller.language.batch import IGNORED
 from distiller.language.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
-from distiller.recipe_file import parse
+from distiller.language.model_spec import Anatomy
 from tests import toy_causal_lm, toys
 
 COMMON: dict[str, Any] = {
@@ -198,26 +198,26 @@ def test_what_a_config_says_and_the_library_ignores_is_no_change(tmp_path):
     """A llama has no logit_scale: its forward pass is what counts."""
     anatomy = Anatomy(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
     assert anatomy.logit_change.is_plain
-    miniature.check_behaviour(anatomy, "x", packs=True)
+    behaviour_probe.check_behaviour(anatomy, "x", packs=True)
 
 
 @pytest.mark.parametrize("wrong", [LogitChange(), LogitChange(4.0), LogitChange(0.25, 5.0)], ids=str)
 def test_a_change_that_is_not_the_librarys_is_refused_by_its_keys(monkeypatch, wrong):
     anatomy = Anatomy(config_of("granite"), False, "x")
-    monkeypatch.setattr(miniature, "change_of", lambda _: wrong)
+    monkeypatch.setattr(behaviour_probe, "change_of", lambda _: wrong)
     with pytest.raises(
         UserError, match=r"x: model type granite changes its logits .*\(logits_scaling 4.0 in its config"
     ):
-        miniature.check_behaviour(anatomy, "x", packs=False)
+        behaviour_probe.check_behaviour(anatomy, "x", packs=False)
 
 
 def test_an_unknown_change_of_which_no_small_model_shows_anything_is_refused(monkeypatch):
     anatomy = Anatomy(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
-    monkeypatch.setattr(miniature, "MOST_PARAMETERS", 10)
+    monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
     with pytest.raises(UserError, match=r"x: what model type llama does to its logits by logit_scale 0\.5"):
-        miniature.check_behaviour(anatomy, "x", packs=False)
+        behaviour_probe.check_behaviour(anatomy, "x", packs=False)
     # A listed one is known.
-    miniature.check_behaviour(Anatomy(config_of("granite"), False, "x"), "x", packs=False)
+    behaviour_probe.check_behaviour(Anatomy(config_of("granite"), False, "x"), "x", packs=False)
 
 
 def test_every_listed_family_is_tested():

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from distiller import commands
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from distiller.tasks import open_task
 from tests import toy_pictures, toys
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distiller.losses import huber, mean_squared_error
+from distiller.tasks.losses import huber, mean_squared_error
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

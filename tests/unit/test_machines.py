@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import TCPStore
 
 from distiller.cli import main
+from distiller.distributed.rendezvous import choose_interface, meet, report_failure
 from distiller.errors import AgreedUserError, UserError
-from distiller.machines import choose_interface, meet, report_failure
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import json
 from PIL import Image
 
 from distiller import commands
-from distiller.recipe_file import parse
+from distiller.config.loading import parse
 from tests import classifiers, toy_causal_lm
 
 

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 from diffusers import WanTransformer3DModel
 
+from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.older.flags import make_parser, read_flags
 from distiller.older.launch import Launch, LocalRankError, check_launcher
 from distiller.older.recipe import translate
 from distiller.older.run import main
 from distiller.older.student import is_older, translate_student
-from distiller.plain_yaml import parse_yaml
-from distiller.recipe_file import parse
-from distiller.run_inputs import with_absolute_paths
+from distiller.run_folder.inputs import with_absolute_paths
+from distiller.storage.yaml_files import parse_yaml
 from tests import toys
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 from distiller.errors import UserError
-from distiller.operator_locks import clear_operator_locks, extension_folder
+from distiller.launch.operator_locks import clear_operator_locks, extension_folder
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from distiller.config import Optim
-from distiller.optim import average_unless, build_optimizer
+from distiller.config.recipe import Optim
+from distiller.student_state.moving_average import average_unless
+from distiller.training.optim import build_optimizer
 
 
 @pytest.mark.parametrize("is_skipped", [0.0, 1.0])

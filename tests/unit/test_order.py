@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from distiller import draws
+from distiller.data import rng
 from distiller.data.order import RankSampler, UpdatePlan
 
 
@@ -42,30 +42,30 @@ def test_a_resumed_sampler_goes_on_where_the_other_stopped():
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
-    orders = [draws.sample_order(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1)]
+    orders = [rng.sample_order(seed, epoch, 50) for seed in (0, 1) for epoch in (0, 1)]
     assert len({tuple(order) for order in orders}) == 4
 
 
 def test_draws_neither_read_nor_move_global_random_state():
     torch.manual_seed(0)
-    first = draws.noise(1, 2, 3, (2, 2))
+    first = rng.noise(1, 2, 3, (2, 2))
     torch.manual_seed(1)
     np.random.seed(1)
     random.seed(1)
     before = torch.random.get_rng_state()
-    assert torch.equal(draws.noise(1, 2, 3, (2, 2)), first)
+    assert torch.equal(rng.noise(1, 2, 3, (2, 2)), first)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_draws_differ_by_seed_epoch_sample_and_purpose():
     keys = [(1, 0, 0, "a"), (0, 1, 0, "a"), (0, 0, 1, "a"), (0, 0, 0, "b"), (0, 0, 0, "a")]
-    assert len({draws.uniform(*key) for key in keys}) == len(keys)
+    assert len({rng.uniform(*key) for key in keys}) == len(keys)
 
 
 def test_draws_are_recorded():
     """Another value here would change every run's trajectory, and break resuming one across versions."""
-    assert draws.sample_order(0, 0, 8) == RECORDED_ORDER
-    assert draws.uniform(0, 0, 0, "sigma") == pytest.approx(RECORDED_UNIFORM, abs=1e-15)
+    assert rng.sample_order(0, 0, 8) == RECORDED_ORDER
+    assert rng.uniform(0, 0, 0, "sigma") == pytest.approx(RECORDED_UNIFORM, abs=1e-15)
 
 
 RECORDED_ORDER = [0, 4, 5, 6, 7, 2, 1, 3]

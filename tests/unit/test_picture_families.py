@@ -9,7 +9,9 @@ import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline, StableDiffusionPipeline
 
-from distiller import draws
+from distiller.config.diffusion import DiffusionStudent
+from distiller.config.teacher import Teacher
+from distiller.data import rng
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
@@ -18,10 +20,8 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.student import build_student, student_config
 from distiller.diffusion.text import embed
 from distiller.diffusion.variance_preserving import SCHEDULERS
-from distiller.diffusion_config import DiffusionStudent
-from distiller.teacher_config import Teacher
 from distiller.teachers import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toy_pictures
 from tests.toy_network import setup
 
@@ -46,12 +46,12 @@ def load_model(path: Path) -> Any:
 def inputs_for(kind: str, count: int) -> dict[str, torch.Tensor]:
     rows, width = (13, toy_pictures.T5_WIDTH) if kind == "sd3" else (8, toy_pictures.CLIP_WIDTH)
     found = {
-        "latents": torch.stack([draws.noise(0, 0, i, SHAPE) for i in range(count)]),
+        "latents": torch.stack([rng.noise(0, 0, i, SHAPE) for i in range(count)]),
         "timesteps": torch.tensor([100.0, 900.0, 599.0])[:count],
-        "text": torch.stack([draws.noise(1, 0, i, (rows, width)) for i in range(count)]),
+        "text": torch.stack([rng.noise(1, 0, i, (rows, width)) for i in range(count)]),
     }
     if kind == "sd3":
-        found["pooled"] = torch.stack([draws.noise(2, 0, i, (toy_pictures.POOLED_WIDTH,)) for i in range(count)])
+        found["pooled"] = torch.stack([rng.noise(2, 0, i, (toy_pictures.POOLED_WIDTH,)) for i in range(count)])
     return found
 
 
@@ -209,7 +209,7 @@ def test_drawing_with_any_scheduler_equals_the_pipeline(tmp_path, kind, predicti
 def test_noise_and_truth_are_the_schedulers(tmp_path, prediction_type):
     scheduler = toy_pictures.make_scheduler("DDPMScheduler", prediction_type=prediction_type)
     process = find_pipeline(Teacher(path=str(toy_pictures.make_sd(tmp_path / "sd", scheduler)))).noise_process(SHAPE)
-    latents, noise = draws.noise(0, 0, 0, SHAPE), draws.noise(0, 0, 1, SHAPE)
+    latents, noise = rng.noise(0, 0, 0, SHAPE), rng.noise(0, 0, 1, SHAPE)
     for share, expected in ((1e-4, 0), (0.5, 500), (0.9999, 999)):
         level = process.level(share)
         timestep = torch.tensor([expected])
@@ -226,7 +226,7 @@ def test_what_the_sampler_gives_the_network_is_of_training_s_kind(tmp_path):
     """Euler carries latents of variance sigma^2 + 1: stored points are what the network got."""
     scheduler = toy_pictures.make_scheduler("EulerDiscreteScheduler")
     family, _, _ = teacher_of(toy_pictures.make_sd(tmp_path / "sd", scheduler=scheduler))
-    noise = torch.stack([draws.noise(0, 0, i, SHAPE) for i in range(64)])
+    noise = torch.stack([rng.noise(0, 0, i, SHAPE) for i in range(64)])
     conditions = Conditions(noise, {}, {}, (0, "noise", tuple(range(64))))
     trajectory = draw(lambda point, timestep: point, family.noise_process(SHAPE), conditions, 4, keep_points=True)
     assert trajectory.points[0].std().item() == pytest.approx(1.0, abs=0.05)
@@ -248,7 +248,7 @@ def test_dynamic_shifting_is_the_shift_of_training(tmp_path):
 @pytest.mark.parametrize("kind", toy_pictures.KINDS)
 def test_pictures_go_through_the_vae_as_the_pipeline_sends_them(pictures, kind):
     family = find_pipeline(Teacher(path=str(pictures[kind])))
-    vae, pixels = family.load_vae(CPU), draws.noise(0, 0, 0, (2, 3, 1, 32, 32)).clamp(-1, 1)
+    vae, pixels = family.load_vae(CPU), rng.noise(0, 0, 0, (2, 3, 1, 32, 32)).clamp(-1, 1)
     latents = vae.encode(pixels)
     assert latents.shape == (2, *SHAPE)
     pipeline = family.pipeline_class.from_pretrained(pictures[kind])

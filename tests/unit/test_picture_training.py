@@ -11,9 +11,9 @@ import pytest
 from diffusers import DiffusionPipeline
 
 from distiller import commands
-from distiller.config import Recipe
+from distiller.config.loading import parse
+from distiller.config.recipe import Recipe
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from distiller.tasks import open_task
 from tests import toy_pictures, toys
 

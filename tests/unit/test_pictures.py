@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import ExifTags, Image
 
-from distiller.classification_config import ClassificationData
+from distiller.config.classification import ClassificationData
 from distiller.data.images import load_image
 from distiller.errors import RunError, UserError
 from distiller.vision.sources import open_pictures

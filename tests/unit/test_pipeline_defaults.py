@@ -11,7 +11,10 @@ from accelerate.state import AcceleratorState, GradientState
 from diffusers import DiffusionPipeline
 from safetensors.torch import save_file
 
-from distiller import commands, draws
+from distiller import commands
+from distiller.config.loading import load, parse
+from distiller.config.teacher import Teacher
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.checks import size_notes
 from distiller.diffusion.conditions import Conditions
@@ -19,10 +22,8 @@ from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.samples import draw_teacher
 from distiller.diffusion.text import embed
 from distiller.errors import UserError
-from distiller.recipe_file import load, parse
 from distiller.tasks import open_task
-from distiller.teacher_config import Teacher
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toy_pictures, toys
 from tests.toy_network import setup
 
@@ -104,7 +105,7 @@ def test_a_recipe_that_leaves_all_out_rolls_out_what_the_pipeline_draws_by_itsel
     task.prepare_stages(toys.ALONE, torch.float32)
     task.run_stages(toys.ALONE, open_teacher(task.network, setup()))
     store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
-    noise = torch.stack([draws.noise(recipe.seed, 0, i, store.shape, "rollout") for i in range(2)])
+    noise = torch.stack([rng.noise(recipe.seed, 0, i, store.shape, "rollout") for i in range(2)])
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     noise = noise if kind == "wan" else noise.squeeze(2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import get_args
 
-from distiller.teacher_config import Placement
+from distiller.config.teacher import Placement
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.rules import RULES
 from tests.placement_table import PAGE, page

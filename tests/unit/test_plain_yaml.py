@@ -7,7 +7,7 @@ import math
 import pytest
 import yaml
 
-from distiller.plain_yaml import dump_yaml, parse_yaml
+from distiller.storage.yaml_files import dump_yaml, parse_yaml
 
 
 @pytest.mark.parametrize(

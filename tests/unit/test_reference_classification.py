@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageClassification
 
 from distiller.build import build_task
-from distiller.caching import make_cache
-from distiller.classification_config import ClassificationRecipe
-from distiller.teachers.opening import open_alone
+from distiller.commands.caching import make_cache
+from distiller.config.classification import ClassificationRecipe
+from distiller.teachers.factory import open_alone
 from tests import toys
 from tests.beside_plain import (
     assert_moved_alike,

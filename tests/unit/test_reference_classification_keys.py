@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from distiller.build import build_task
 from distiller.cache.key import content_key
-from distiller.classification_config import ClassificationRecipe, TeacherTraining
-from distiller.sections import flatten
+from distiller.config.classification import ClassificationRecipe, TeacherTraining
+from distiller.config.sections import flatten
 from tests.beside_plain import keys_of
 from tests.key_tables import Change, after, changed, made_once, named
 from tests.reference_cases import classification_folder, classification_recipe

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from distiller import caching
-from distiller.diffusion_config import DiffusionRecipe
+from distiller.commands import caching
+from distiller.config.diffusion import DiffusionRecipe
 from tests import reference_diffusion
 from tests.key_changes import leaves_of
 from tests.reference_diffusion import Result

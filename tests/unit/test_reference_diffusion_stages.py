@@ -8,11 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
-from distiller.teacher_config import Teacher
 from distiller.teachers import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import reference_diffusion, reference_pipelines
 from tests.reference_rows import DRAWN_GUIDED, FIVE_STEPS, IMAGES, STORED
 from tests.reference_toys import make_folder, pipeline_in, recipe_of, run_product

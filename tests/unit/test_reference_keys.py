@@ -14,8 +14,8 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from distiller.config.diffusion import DiffusionRecipe
 from distiller.diffusion.wan import family as wan_family
-from distiller.diffusion_config import DiffusionRecipe
 from tests import toy_pictures, toys
 from tests.key_changes import Change, change_json, change_weights, differing, keys_of, leaves_of, parsed
 

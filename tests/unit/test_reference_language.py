@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from distiller.build import build_task
-from distiller.caching import make_cache
+from distiller.commands.caching import make_cache
+from distiller.config.causal_lm import CUTS, LanguageRecipe
 from distiller.errors import UserError
-from distiller.language_config import CUTS, LanguageRecipe
-from distiller.teachers.opening import open_alone
+from distiller.teachers.factory import open_alone
 from tests import toys
 from tests.beside_plain import (
     assert_named_tests_exist,

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from distiller.build import build_task
 from distiller.cache.key import content_key
-from distiller.language_config import LanguageRecipe
-from distiller.sections import flatten
+from distiller.config.causal_lm import LanguageRecipe
+from distiller.config.sections import flatten
 from tests import toy_causal_lm
 from tests.beside_plain import keys_of
 from tests.key_tables import Change, after, changed, made_once, named

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from distiller.config import Recipe, RecipeOf
+from distiller.config.loading import parse
+from distiller.config.recipe import Recipe, RecipeOf
 from distiller.errors import StoppedError
-from distiller.recipe_file import parse
 from tests import toy_causal_lm
 from tests.beside_plain import (
     assert_named_tests_exist,

@@ -6,11 +6,11 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from distiller import draws
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.batch import DiffusionBatch
 from distiller.tasks import open_task
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
 from tests.toy_network import setup
 
@@ -50,7 +50,7 @@ def test_the_rollout_draws_each_sample_from_its_own_prompt(repeated, pipelines):
     store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     pipeline = WanPipeline.from_pretrained(pipelines[1])
     pipeline.set_progress_bar_config(disable=True)
-    noise = torch.stack([draws.noise(recipe.seed, 0, i, (4, 1, 4, 4), "rollout") for i in range(len(prompts))])
+    noise = torch.stack([rng.noise(recipe.seed, 0, i, (4, 1, 4, 4), "rollout") for i in range(len(prompts))])
     size = {"height": 32, "width": 32, "num_frames": 1, "num_inference_steps": 3, "guidance_scale": 3.0}
     drawn = pipeline(prompts, ["a"] * len(prompts), **size, latents=noise, output_type="latent").frames
     torch.testing.assert_close(

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
-from distiller.teachers.feeds import ThreadFeed
-from distiller.teachers.lockstep import Lockstep
-from distiller.teachers.ring import Ring, Slot
+from distiller.teachers.streaming.buffer_pool import Ring, Slot
+from distiller.teachers.streaming.copiers import ThreadFeed
+from distiller.teachers.streaming.interleaved_forward import Lockstep
 
 NUM_UNITS = 7
 

@@ -9,13 +9,13 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from distiller import commands
-from distiller.config import Recipe
+from distiller.config.loading import load
+from distiller.config.recipe import Recipe
+from distiller.config.sections import flatten
 from distiller.errors import UserError
-from distiller.input_files import look_at
-from distiller.plain_yaml import parse_yaml
-from distiller.recipe_file import load
-from distiller.run_inputs import INPUTS, check_same_inputs, remember, with_absolute_paths
-from distiller.sections import flatten
+from distiller.run_folder.input_files import look_at
+from distiller.run_folder.inputs import INPUTS, check_same_inputs, remember, with_absolute_paths
+from distiller.storage.yaml_files import parse_yaml
 from tests import toys
 
 WEIGHTS = Path("transformer", "diffusion_pytorch_model.safetensors")
@@ -169,7 +169,7 @@ def test_files_beside_a_model_are_no_part_of_it(work):
 def test_a_hubs_model_is_compared_as_it_is_fetched(work, tmp_path, monkeypatch):
     """At the beginning of a resumed run, its JSON files alone may be in the local cache."""
     hub, cached = work / "models" / "teacher", tmp_path / "cached"
-    monkeypatch.setattr("distiller.input_files.snapshot_download", lambda *_, **__: str(cached))
+    monkeypatch.setattr("distiller.run_folder.input_files.snapshot_download", lambda *_, **__: str(cached))
     recipe = recipe_of("task.kind=diffusion", "teacher.path=owner/name")
     held = flatten(json.loads(recipe.model_dump_json()))
     shutil.copytree(hub, cached)

@@ -9,8 +9,8 @@ import pytest
 from distiller import commands
 from distiller.build import build_task
 from distiller.cli import main
+from distiller.commands.run_reading import CHANGES, exported_student, open_run
 from distiller.errors import UserError
-from distiller.run_reading import CHANGES, exported_student, open_run
 from tests import recipe_keys, toys
 
 FEW = ["evaluation.num_samples=2", "evaluation.batch_size=2", "sampling.num_inference_steps=1"]
@@ -19,7 +19,7 @@ FEW = ["evaluation.num_samples=2", "evaluation.batch_size=2", "sampling.num_infe
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory, pipelines) -> Path:
     """A run of three updates with checkpoints of two of them; tests work on copies."""
-    from distiller.recipe_file import parse
+    from distiller.config.loading import parse
 
     folder = tmp_path_factory.mktemp("finished")
     data = toys.recipe(folder, pipelines[1], checkpoint={"every_steps": 2}, train={"max_steps": 3})

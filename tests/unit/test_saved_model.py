@@ -11,13 +11,13 @@ from diffusers import AutoencoderKL, ModelMixin
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.errors import UserError
 from distiller.language.files import find_model
-from distiller.saved_model import ADAPTER_CONFIG, diffusers_files, transformers_files
-from distiller.teacher_config import Teacher
+from distiller.storage.saved_model import ADAPTER_CONFIG, diffusers_files, transformers_files
+from distiller.storage.weight_files import WeightFiles
 from distiller.vision.stored import check_weights, stored_files
-from distiller.weight_files import WeightFiles
 from tests import classifiers, toy_causal_lm, toys
 
 
@@ -100,7 +100,7 @@ def test_a_part_in_a_variant_alone_is_refused_before_any_weight_is_read(tmp_path
 def test_so_is_one_on_the_hub(tmp_path, part, monkeypatch):
     folder = toys.make_pipeline(tmp_path / "pipeline")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(folder))
     names = [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: names)
     find_pipeline(Teacher(path="owner/name"))
@@ -115,7 +115,7 @@ def test_so_is_one_on_the_hub(tmp_path, part, monkeypatch):
 def test_a_language_model_on_the_hub_without_safetensors_is_refused(tmp_path, monkeypatch):
     folder = toy_causal_lm.save_model(tmp_path / "language")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("distiller.hub.snapshot_download", lambda *_, **__: str(folder))
+    monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(folder))
     monkeypatch.setattr("huggingface_hub.HfApi.list_repo_files", lambda *_, **__: ["config.json", "pytorch_model.bin"])
     with pytest.raises(UserError, match=r"owner/name: holds no weights in model.safetensors .*pytorch_model.bin"):
         find_model("teacher", "owner/name", None, None, tmp_path / "stages", trusts_code=False)

@@ -5,12 +5,12 @@ import json
 import pytest
 
 from distiller.build import plan_updates
+from distiller.config.causal_lm import LanguageData
+from distiller.config.loading import parse
 from distiller.data.prompts import read_prompts
 from distiller.errors import UserError
 from distiller.language.source import LanguageSource
 from distiller.language.text import open_corpus
-from distiller.language_config import LanguageData
-from distiller.recipe_file import parse
 from distiller.vision.files import read_config
 from tests.toy_language import language_recipe, word_level
 

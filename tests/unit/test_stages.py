@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distiller.errors import UserError, full_disk
-from distiller.raw_columns import RawColumns
-from distiller.stages import Stage
+from distiller.storage.growing_tensors import RawColumns
+from distiller.storage.stages import Stage
 from tests import toys
 
 

@@ -10,8 +10,8 @@ import time
 
 import pytest
 
+from distiller.distributed.shutdown import Stops
 from distiller.errors import StoppedError
-from distiller.stopping import Stops
 
 
 @pytest.fixture

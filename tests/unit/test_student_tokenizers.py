@@ -13,11 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller import commands
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.language.documents import Document, Text
 from distiller.language.files import find_model
 from distiller.language.vocabulary import other_reading
-from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
 CHAT = (

@@ -5,7 +5,7 @@ import torch
 
 from distiller.errors import UserError
 from distiller.teachers import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
 
 

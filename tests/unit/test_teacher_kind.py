@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from distiller.tasks import open_task
 
 SECTIONS = {

@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.recipe_file import parse
 from tests import toy_causal_lm
 
 IDS = toy_causal_lm.VOCABULARY

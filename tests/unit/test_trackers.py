@@ -14,8 +14,8 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from distiller.trackers import Trackers, options_of, tracked_run
-from distiller.tracking import Tracker
+from distiller.training.trackers import Trackers, options_of, tracked_run
+from distiller.training.tracking import Tracker
 from tests.toy_task import toy_recipe
 
 LAST_STEP = 12

@@ -9,16 +9,16 @@ from typing import Any, cast
 import pytest
 import torch
 
-from distiller import draws
-from distiller.average import MovingAverage
 from distiller.checkpoint.format import steps_in
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.saving import Checkpoints
-from distiller.config import Checkpoint
+from distiller.config.recipe import Checkpoint
+from distiller.data import rng
 from distiller.errors import AgreedError, RunError, StoppedError
+from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
-from distiller.trainer import train
+from distiller.training.loop import train
 from tests.toy_state import IDENTITY
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, ToyStudent, build_toy_run, toy_recipe
 
@@ -99,7 +99,7 @@ def test_without_its_bad_updates_a_run_is_that_of_the_good_ones(tmp_path):
     average = [p.detach().clone() for p in student.parameters()]
     for step in range(8):
         epoch, place = divmod(step * 8, 16)
-        order = draws.sample_order(0, epoch, 16)[place : place + 8]
+        order = rng.sample_order(0, epoch, 16)[place : place + 8]
         if 5 in order:
             continue
         tokens = torch.cat([data[epoch, sample_id][1] for sample_id in order])
@@ -149,7 +149,7 @@ def test_running_statistics_are_those_of_the_updates_taken(tmp_path, is_in_data,
     norm, data, means = torch.nn.BatchNorm1d(DIM), Sequences(), [torch.zeros(DIM), torch.ones(DIM)]
     for step in range(8):
         epoch, place = divmod(step * 8, 16)
-        order = draws.sample_order(0, epoch, 16)[place : place + 8]
+        order = rng.sample_order(0, epoch, 16)[place : place + 8]
         if 5 not in order:
             for part in range(accumulation_steps):
                 ids = order[part * batch_size :][:batch_size]
@@ -185,7 +185,7 @@ def test_the_first_bad_update_can_be_the_last(tmp_path):
     with pytest.raises(AgreedError) as error:
         train(run)
     assert "step 1 had a loss" in str(error.value)
-    assert f"samples are {', '.join(map(str, draws.sample_order(0, 0, 16)[:8]))}, {tmp_path}" in str(error.value)
+    assert f"samples are {', '.join(map(str, rng.sample_order(0, 0, 16)[:8]))}, {tmp_path}" in str(error.value)
     assert torch.equal(flat(run), before)
 
 
@@ -197,7 +197,7 @@ def test_a_stop_after_a_bad_update_keeps_what_was_trained(tmp_path):
             stops.requested = 0 if self._spoilt.isdisjoint(self.sample_ids(batch)) else signal.SIGTERM
             return super().loss(student_outputs, teacher_outputs, batch)
 
-    in_second = draws.sample_order(0, 0, 16)[8]
+    in_second = rng.sample_order(0, 0, 16)[8]
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8), task=Stopping({in_second}, math.nan))
     with pytest.raises(StoppedError, match="at step 2, which was left out; continue"):
         train(run, stops)
@@ -228,14 +228,14 @@ def test_saves_by_the_clock_need_no_logged_step(tmp_path, settings, saved):
 
 
 def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_path):
-    in_second = draws.sample_order(0, 0, 16)[8]
+    in_second = rng.sample_order(0, 0, 16)[8]
     run = build_toy_run(toy_recipe(tmp_path, batch_size=8, log_every=100), task=SpoiltTask({in_second}, math.nan))
     settings = Checkpoint(every_steps=2, keep=8, at_end=False)
     run.recipe = run.recipe.model_copy(update={"checkpoint": settings})
     state = PlainState(run.accelerator, run.student, run.optimizer)
     run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, None)
     train(run)
-    epochs = [draws.sample_order(0, epoch, 16) for epoch in range(4)]
+    epochs = [rng.sample_order(0, epoch, 16) for epoch in range(4)]
     is_bad = [in_second in epochs[step // 2][step % 2 * 8 :][:8] for step in range(8)]
     assert is_bad[1]
     wanted = {next(later for later in range(due, 9) if not is_bad[later - 1]) for due in (2, 4, 6)}

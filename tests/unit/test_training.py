@@ -12,9 +12,10 @@ from diffusers import WanTransformer3DModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from distiller import commands, draws
+from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
-from distiller.config import Recipe
+from distiller.config.recipe import Recipe
+from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.errors import UserError
 from tests import toys
@@ -207,7 +208,7 @@ def test_resume_without_a_checkpoint_starts_at_step_1(make_recipe, tmp_path):
     recipe = make_recipe()
     folder = Path(recipe.output_dir)
     folder.mkdir()
-    from distiller.recipe_file import dump
+    from distiller.config.loading import dump
 
     (folder / "recipe.yaml").write_text(dump(recipe))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 9.0}\n{"step": 2, "lo')
@@ -250,7 +251,7 @@ def test_stored_targets_need_no_teacher_in_the_loop(make_recipe):
     assert metrics[0]["memory/teacher_host_gib"] is None
     store = LatentStore(next((folder / "stages").glob("rollout-*")))
     points = [store.trajectory_point(0, step)[0] for step in range(3)]
-    assert torch.equal(points[0], draws.noise(3, 0, 0, (4, 1, 4, 4), "rollout"))
+    assert torch.equal(points[0], rng.noise(3, 0, 0, (4, 1, 4, 4), "rollout"))
     assert (folder / "samples.png").is_file()
 
 

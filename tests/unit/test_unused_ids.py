@@ -16,13 +16,13 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from distiller import commands
 from distiller.build import build_task
 from distiller.cache.key import content_key
-from distiller.caching import make_cache
+from distiller.commands.caching import make_cache
+from distiller.config.loading import parse
 from distiller.language.batch import IGNORED
 from distiller.language.chunked import HiddenTarget, chunked_loss
 from distiller.language.exporting import reader_of
 from distiller.language.logits import PLAIN, TokenIds, product_width
 from distiller.language.objective import Objective
-from distiller.recipe_file import parse
 from tests import toy_causal_lm, toys
 
 IDS = toy_causal_lm.VOCABULARY

@@ -6,16 +6,16 @@ import pytest
 import torch
 from diffusers import WanPipeline, WanTransformer3DModel
 
-from distiller import draws
+from distiller.config.teacher import Teacher
+from distiller.data import rng
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.samples import student_predictor
 from distiller.diffusion.text import embed
-from distiller.teacher_config import Teacher
 from distiller.teachers import Request
-from distiller.teachers.opening import open_teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
 from tests.toy_network import setup
 
@@ -29,8 +29,8 @@ def teacher_of(path, dtype=torch.float32):
 
 
 def inputs_for(count: int) -> dict[str, torch.Tensor]:
-    noise = torch.stack([draws.noise(0, 0, i, (4, 1, 4, 4)) for i in range(count)])
-    text = torch.stack([draws.noise(1, 0, i, (5, 16)) for i in range(count)])
+    noise = torch.stack([rng.noise(0, 0, i, (4, 1, 4, 4)) for i in range(count)])
+    text = torch.stack([rng.noise(1, 0, i, (5, 16)) for i in range(count)])
     text[:, 4] = 0
     text[0, 2:] = 0
     timesteps = torch.tensor([100.0, 900.0, 599.9, 600.0, 700.0])[:count]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.depth import evenly_spaced
+from distiller.config.diffusion import DiffusionStudent
+from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.student import DistilledStudent, build_student, student_config
 from distiller.diffusion.wan.architecture import WanArchitecture
-from distiller.diffusion_config import DiffusionStudent
-from distiller.teacher_config import Teacher
+from distiller.tasks.layer_selection import evenly_spaced
 from tests import toys
 
 

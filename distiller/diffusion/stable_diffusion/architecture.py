@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from diffusers import UNet2DConditionModel
 from torch import Tensor, nn
 
-from distiller.depth import evenly_spaced
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.architecture import Architecture, LatentShape, Origin, check_builds, check_whole_numbers
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import UserError
+from distiller.tasks.layer_selection import evenly_spaced
 
 BLOCKS = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),

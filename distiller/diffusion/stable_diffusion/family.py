@@ -10,6 +10,7 @@ from diffusers import StableDiffusionPipeline
 from packaging.version import Version
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
@@ -20,9 +21,8 @@ from distiller.diffusion.pipeline import read_json
 from distiller.diffusion.stable_diffusion.architecture import UNetArchitecture
 from distiller.diffusion.vae import Vae
 from distiller.diffusion.variance_preserving import VariancePreserving
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.errors import UserError
-from distiller.resources import local_path
+from distiller.storage.packaged_files import local_path
 
 LONGEST_TEXT = 10_000
 """No tokenizer of these pipelines has more tokens; those that were saved without a limit have a number beyond any."""

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 from diffusers import SD3Transformer2DModel
 from torch import Tensor, nn
 
-from distiller.depth import evenly_spaced
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.architecture import Architecture, LatentShape, Origin, check_builds, check_whole_numbers
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import UserError
+from distiller.tasks.layer_selection import evenly_spaced
 
 WHOLE_NUMBERS = (
     *("sample_size", "patch_size", "in_channels", "num_layers", "attention_head_dim", "num_attention_heads"),

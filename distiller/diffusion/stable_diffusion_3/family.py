@@ -12,6 +12,7 @@ from diffusers import StableDiffusion3Pipeline
 from diffusers.pipelines.stable_diffusion_3.pipeline_stable_diffusion_3 import calculate_shift
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
@@ -21,7 +22,6 @@ from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pictures import latent_size
 from distiller.diffusion.stable_diffusion_3.architecture import SD3Architecture
 from distiller.diffusion.vae import Vae
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.errors import UserError
 
 PIPELINE_TEXT_LENGTH, LONGEST_TEXT = 256, 512

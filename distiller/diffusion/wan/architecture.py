@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 from diffusers import WanTransformer3DModel
 from torch import Tensor, nn
 
-from distiller.depth import evenly_spaced
+from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.architecture import Architecture, LatentShape, Origin, check_whole_numbers
 from distiller.diffusion.wan.short_text import install_short_text
-from distiller.diffusion_config import DiffusionOptions
 from distiller.errors import UserError
+from distiller.tasks.layer_selection import evenly_spaced
 
 WHOLE_NUMBERS = (
     *("num_attention_heads", "attention_head_dim", "in_channels", "out_channels", "text_dim", "freq_dim", "ffn_dim"),

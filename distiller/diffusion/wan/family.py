@@ -11,6 +11,7 @@ from diffusers.pipelines.wan.pipeline_wan import prompt_clean
 from diffusers.utils import is_ftfy_available
 from torch import Tensor
 
+from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
@@ -20,7 +21,6 @@ from distiller.diffusion.vae import Vae
 from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENGTH
 from distiller.diffusion.wan.vae import WanVae
-from distiller.diffusion_config import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.errors import UserError
 
 

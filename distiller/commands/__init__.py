@@ -1,0 +1,11 @@
+"""What each command does, after the command line has been read. Importing this package imports torch."""
+
+from distiller.commands.caching import make_cache
+from distiller.commands.checking import check
+from distiller.commands.finished_runs import evaluate, export, sample
+from distiller.commands.training_run import dry_run, train
+from distiller.distributed.devices import quiet_libraries
+
+__all__ = ["check", "dry_run", "evaluate", "export", "make_cache", "sample", "train"]
+
+quiet_libraries()

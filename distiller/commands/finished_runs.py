@@ -1,0 +1,85 @@
+"""`distiller evaluate`, `sample` and `export`: what is done with a run that training has left."""
+
+from __future__ import annotations
+
+import json
+import os
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from distiller.build import build_task
+from distiller.commands.run_reading import exported_student, open_run, run_of
+from distiller.distributed.devices import best_device, teacher_dtype
+from distiller.errors import QualityGateError, UserError
+from distiller.export import export_checkpoint, find_checkpoint
+from distiller.run_folder.output_dir import SUMMARY_FILE
+from distiller.storage.durable_writes import write_durably
+
+
+def evaluate(given: Path, overrides: list[str]) -> None:
+    """Compares student and teacher, prints a table and stores the figures.
+
+    Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json.
+    """
+    run, device = open_run(given, "evaluate", overrides), best_device()
+    task = build_task(run.recipe)
+    summary_file = run.folder / SUMMARY_FILE
+    try:
+        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{summary_file}: is not readable JSON ({error}); remove it") from error
+    with exported_student(run, task) as (folder, step):
+        report = task.evaluate(folder, teacher_dtype(run.recipe.teacher.dtype, device), device)
+    if step is None:
+        write_durably(summary_file, json.dumps(summary | {"evaluation": report}, indent=2) + "\n")
+    else:
+        write_durably(run.folder / f"evaluation-step-{step}.json", json.dumps(report, indent=2) + "\n")
+    for name, value in _flat_rows(report):
+        print(f"{name:<36} {value}")
+    if (missed := task.missed_gate(report)) is not None:
+        raise QualityGateError(missed)
+
+
+def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, output: Path | None) -> None:
+    """Writes teacher and student side by side for these prompts, into a new file of the run's folder by default."""
+    run = open_run(given, "sample", overrides)
+    task = build_task(run.recipe)
+    target = output or _free_file(run.folder / f"samples{task.sample_suffixes[0]}")
+    if target.suffix.lower() not in task.sample_suffixes or not os.path.isdir(target.parent):
+        suffixes = ", ".join(sorted(task.sample_suffixes))
+        raise UserError(f"--output {target}: give a file in a folder that exists, ending in one of {suffixes}")
+    with exported_student(run, task) as (folder, _):
+        task.sample(folder, prompts, seed, best_device(), target)
+    print(target)
+
+
+def export(checkpoint: Path, output: Path | None) -> None:
+    """Writes the student of a checkpoint, by its run's recipe."""
+    folder = Path(os.path.abspath(find_checkpoint(checkpoint)))
+    run_dir = run_of(folder)
+    target = output or run_dir / f"student-{folder.name}"
+    if os.path.lexists(target):
+        raise UserError(f"--output {target}: is already there; give a folder that is not")
+    if not os.path.isdir(target.parent):
+        raise UserError(f"--output {target}: {target.parent} is not a folder")
+    export_checkpoint(build_task(open_run(run_dir, "export").recipe), folder, target)
+    print(target)
+
+
+def _free_file(file: Path) -> Path:
+    """`samples-1.png` and so on, the first that is not there: `samples.png` is what training drew."""
+    numbered = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in count(1))
+    return next(free for free in numbered if not os.path.lexists(free))
+
+
+def _flat_rows(report: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    rows = []
+    for name, value in report.items():
+        if value is None:
+            continue
+        if isinstance(value, dict):
+            rows += _flat_rows(value, f"{prefix}{name}, ")
+        else:
+            rows.append((f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else f"{value}"))
+    return rows

@@ -1,0 +1,193 @@
+"""`distiller train` and `train --dry-run`: builds a run, trains, exports the student and writes summary.json."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from distiller.build import Finished, build, check_run, last_step_of
+from distiller.checkpoint.format import Spent
+from distiller.config.recipe import Recipe
+from distiller.data.order import UpdatePlan
+from distiller.distributed.process import is_main_process, world_size
+from distiller.distributed.shutdown import NO_STOPS, Stops
+from distiller.errors import AgreedError, CheckpointError, StoppedError
+from distiller.export import export_run
+from distiller.launch.accelerator import resolve_accumulation
+from distiller.launch.deepspeed import is_deepspeed_launch
+from distiller.run_folder.output_dir import SUMMARY_FILE
+from distiller.storage.durable_writes import write_durably
+from distiller.storage.folder_lock import tidy
+from distiller.training.loop import Outcome, Run
+from distiller.training.loop import train as run_loop
+from distiller.training.tracking import GIB, last_metrics
+
+DRY_RUN_STEPS = 3
+FLOAT32_BYTES = 4
+
+
+def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
+    """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished.
+
+    StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
+    """
+    run_dir = Path(recipe.output_dir)
+    run = build(recipe, resume)
+    if isinstance(run, Finished):
+        if is_main_process():
+            print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
+        return
+    start_trackers(run)
+    try:
+        with stops.deferred():
+            if run.first_step <= run.last_step:
+                outcome = run_loop(run, stops)
+            else:
+                # The loop had ended, and what follows it was cut short.
+                metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
+                outcome = Outcome(metrics, Spent(num_sessions=1))
+            export_run(run)
+    except AgreedError:
+        # A failure that all ranks share must not cost the checkpoint that is being written.
+        run.checkpoints.finish()
+        raise
+    except StoppedError as error:
+        if error.is_agreed:
+            _leave(run)
+        raise
+    finally:
+        run.tracker.close_bar()
+    run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
+    if run.accelerator.is_main_process:
+        _write_summary(run, outcome)
+    _leave(run)
+    if outcome.lost is not None:
+        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
+
+
+def start_trackers(run: Run) -> None:
+    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates."""
+    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
+
+
+def dry_run(recipe: Recipe) -> None:
+    """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
+    task = check_run(recipe, world_size(), is_deepspeed_launch())
+    folder = Path(f"{recipe.output_dir}.dry-run")
+    if is_main_process():
+        shutil.rmtree(folder, ignore_errors=True)
+    shortened = _shortened(recipe, folder)
+    run = build(shortened)
+    assert isinstance(run, Run)
+    metrics = run_loop(run).metrics
+    whole = UpdatePlan(task.num_samples, *run.plan.split)
+    steps = last_step_of(recipe, whole)
+    step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
+    if recipe.stage_updates is not None and shortened.stage_updates is not None:
+        longer = recipe.stage_updates / shortened.stage_updates
+    else:
+        longer = whole.num_samples / run.plan.num_samples
+    stages_h = run.stages_s / 3600 * longer
+    memory = f"GPU peak {peak:.2f} GiB" if peak is not None else f"host {metrics['memory/host_rss_gib']:.2f} GiB a rank"
+    run.accelerator.print(
+        f"dry run: {step_ms:.0f} ms a step at step {DRY_RUN_STEPS}, {memory}; the whole run takes about "
+        f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
+    )
+    is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
+    _leave(run)
+    if is_main:
+        shutil.rmtree(folder)
+        print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
+
+
+def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
+    """One line that compares what a run keeps in its folder with what the disk has free; a warning where it is less.
+
+    Beside the ones that are kept there is the one that is being written.
+    """
+    saving = recipe.checkpoint
+    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
+    count = saving.keep + 1 if is_periodic else int(saving.at_end)
+    place = Path(os.path.abspath(recipe.output_dir))
+    while not place.exists():
+        place = place.parent
+    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(place).free
+    text = (
+        f"a checkpoint takes {_sized(checkpoint_bytes)} and the student {_sized(student_bytes)}: {_sized(needed)} with "
+        f"the {count} checkpoints that are there at once, and {_sized(free)} are free where output_dir is"
+    )
+    if needed <= free:
+        return f"dry run: {text}"
+    return f"warning: {text}; set checkpoint.keep lower, or output_dir to a folder on a larger disk"
+
+
+def _sized(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
+
+
+def _shortened(recipe: Recipe, folder: Path) -> Recipe:
+    """The recipe with a few updates on as much data, which leaves nothing where the real run would write."""
+    # A cache is that of the whole data, and the latents that belong to it lie where they were made.
+    is_cached = recipe.teacher.placement == "cached"
+    per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
+    # A few documents may fill less than a row.
+    is_whole = is_cached or not recipe.data.counts_samples
+    # So does the teacher that a stage has trained.
+    shortened = recipe if is_cached else recipe.with_short_stages(DRY_RUN_STEPS)
+    return shortened.model_copy(
+        update={
+            "output_dir": str(folder),
+            "cache_dir": str(recipe.stages_dir.own) if is_cached else None,
+            "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
+            "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
+            "checkpoint": recipe.checkpoint.model_copy(
+                update={"every_steps": None, "every_minutes": None, "at_end": False}
+            ),
+            "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
+        }
+    )
+
+
+def _write_summary(run: Run, outcome: Outcome) -> None:
+    """The final figures: of all sessions, but for memory, which is the last one's."""
+    loss, took = outcome.metrics["loss"], replace(outcome.spent, wall_s=time.perf_counter() - run.started)
+    spent = run.checkpoints.spent_before + took
+    samples_per_s = outcome.metrics["perf/samples_per_s"]
+    if spent.timed_steps:
+        samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
+    summary = {
+        "steps": run.last_step,
+        "final_loss": loss if loss is not None and math.isfinite(loss) else None,
+        "samples_per_s": samples_per_s,
+        "placement": run.placement,
+        **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
+        "teacher_quantization_error": run.quantization_error,
+        "world_size": run.accelerator.num_processes,
+        "engine": run.engine,
+        "mixed_precision": run.mixed_precision,
+        "student_params": run.student_parameters,
+        "teacher_params": run.task.network.num_parameters(),
+        "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
+        "failed_saves": spent.failed_saves,
+        "evaluation": {},
+        "wall_s": spent.wall_s,
+        "sessions": spent.num_sessions,
+    }
+    write_durably(Path(run.recipe.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+
+
+def _leave(run: Run) -> None:
+    if run.teacher is not None:
+        run.teacher.close()
+    # Rank 0 may have drawn samples for an hour.
+    run.ranks.wait()
+    if run.ranks.is_main:
+        tidy(Path(run.recipe.output_dir))
+    run.tracker.close()

@@ -1,0 +1,1 @@
+"""What the packaged demonstration recipes need and no other recipe does."""

@@ -1,0 +1,299 @@
+"""Task `diffusion`: the networks of a text-to-image or text-to-video pipeline, distilled into a smaller one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, init_empty_weights
+from torch import Tensor
+
+from distiller.config.diffusion import DiffusionRecipe
+from distiller.data.pictures import WRITTEN_SUFFIXES
+from distiller.demo.digits import DigitJudge, judge_prompts
+from distiller.diffusion.batch import DiffusionBatch, collate
+from distiller.diffusion.checks import (
+    check_feature_blocks,
+    check_guidance,
+    check_judge,
+    check_sizes,
+    guidance_notes,
+    size_notes,
+)
+from distiller.diffusion.conditions import Conditions
+from distiller.diffusion.defaults import with_pipeline_defaults
+from distiller.diffusion.drawing import guide
+from distiller.diffusion.evaluation import Pair, compare, embed_prompts
+from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.long_texts import long_text_notices
+from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
+from distiller.diffusion.noising import DiffusionSample, NoisedData
+from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
+from distiller.diffusion.sources import Source
+from distiller.diffusion.student import DistilledStudent, build_student, student_config
+from distiller.diffusion.text import embed
+from distiller.distributed.devices import teacher_dtype
+from distiller.distributed.process import is_main_process
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+from distiller.storage.stages import Stage
+from distiller.tasks.base import LossSum, Task
+from distiller.tasks.losses import huber, mean_squared_error
+from distiller.tasks.student_module import TrainedStudent
+from distiller.teachers.base import Outputs, Request, Teacher
+from distiller.teachers.factory import open_alone
+
+MAX_SAMPLES = 10
+
+
+class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
+    """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
+
+    sample_suffixes = WRITTEN_SUFFIXES
+
+    def __init__(self, recipe: DiffusionRecipe) -> None:
+        self.family = find_pipeline(recipe.teacher)
+        recipe, self._defaults = with_pipeline_defaults(recipe, self.family)
+        self._recipe, self._task = recipe, recipe.task
+        self.family.check_task(self._task)
+        self._length = self.family.text_length(self._task)
+        self.network = DiffusionNetwork(self.family, self._length)
+        self._latent_shape = self.family.latent_shape(*self._task.size)
+        self._student_config = student_config(recipe.student, self.family)
+        self._process = self.family.noise_process(self._latent_shape)
+        self._process.check_task(self._task)
+        check_sizes(self._task, self.family, self._student_config, self._latent_shape)
+        check_feature_blocks(self._task, self.family, self._student_config, self._latent_shape)
+        check_guidance(recipe, self.family)
+        check_judge(recipe)
+        self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
+        self.num_samples = self._source.num_samples
+        self.data_digest = self._source.data_digest
+        features = self._task.losses.features
+        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
+
+    @property
+    def needs_live_teacher(self) -> bool:
+        losses = self._task.losses
+        return self._task.targets == "live" and (losses.prediction.weight > 0 or losses.features.weight > 0)
+
+    def with_defaults(self, recipe: DiffusionRecipe) -> DiffusionRecipe:
+        return with_pipeline_defaults(recipe, self.family)[0]
+
+    def notices(self) -> list[str]:
+        # Rank 0 alone prints them, and tokenising all texts takes a while.
+        long_texts = self._long_texts() if is_main_process() else []
+        sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
+        return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
+
+    def look_at_samples(self) -> str | None:
+        return self._source.look_at()
+
+    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
+        return self._source.prepare(ranks, dtype)
+
+    def missing_stage(self, dtype: torch.dtype) -> Path | None:
+        return self._source.missing_stage(dtype)
+
+    def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
+        return self._source.kept_stages(dtype)
+
+    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
+        return self._source.load(ranks, teacher)
+
+    def student_skeleton(self) -> DistilledStudent:
+        with init_empty_weights():
+            model = self.family.architecture.model_class.from_config(self._student_config)
+            return self._with_projections(model)
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        model = self.student_skeleton().model
+        names = self.family.architecture.block_names(self._student_config)
+        return tuple(sorted({type(model.get_submodule(name)).__name__ for name in names}))
+
+    def build_student(self) -> DistilledStudent:
+        model = build_student(self._recipe.student, self._student_config, self.family, self._recipe.seed)
+        self.family.architecture.prepare(model, self._length)
+        return self._with_projections(model)
+
+    def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
+        trained.model.enable_gradient_checkpointing()
+
+    def collate(self, samples: Sequence[DiffusionSample]) -> DiffusionBatch:
+        return collate(samples, self._task, self.family, self.network)
+
+    def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
+        return batch.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def request(self, batch: DiffusionBatch) -> Request:
+        inputs = inputs_of(batch.noisy, batch.timesteps, batch.positive, batch.negative)
+        return Request(batch.sample_ids, inputs, self.wanted, batch.modules)
+
+    @property
+    def has_draws(self) -> bool:
+        return True
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        unconditional = () if self._task.guidance.scale is None else (UNCONDITIONAL,)
+        return (PREDICTION, *self._feature_names, *unconditional)
+
+    def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
+        task = self._task
+        read = {"height", "width", "num_frames", "guidance", "condition_dropout"}
+        scheduler = {**self._process.key(), "boundary": self.family.files.boundary_timestep}
+        configs = self.family.files.configs
+        timesteps = task.timesteps.model_dump(mode="json", exclude={"weighting"})
+        options = task.model_dump(mode="json", include=read)
+        options |= {"max_sequence_length": self._length, "timesteps": timesteps}
+        return {**options, "scheduler": scheduler, "configs": configs, **self._source.key(dtype)}
+
+    def sample_ids(self, batch: DiffusionBatch) -> tuple[int, ...]:
+        return batch.sample_ids
+
+    def count(self, batch: DiffusionBatch) -> int:
+        return len(batch.sample_ids)
+
+    def tokens(self, batch: DiffusionBatch) -> int:
+        return len(batch.sample_ids) * self.family.architecture.num_tokens(self._student_config, self._latent_shape)
+
+    def student_inputs(
+        self, batch: DiffusionBatch, teacher_outputs: Outputs | None, dtype: torch.dtype
+    ) -> Mapping[str, Any]:
+        del teacher_outputs
+        conditions = {name: value.to(dtype) for name, value in batch.positive.items()}
+        return {"latents": batch.noisy.to(dtype), "timesteps": batch.timesteps, **conditions}
+
+    def loss(
+        self, student_outputs: tuple[Tensor, list[Tensor]], teacher_outputs: Outputs | None, batch: DiffusionBatch
+    ) -> LossSum:
+        prediction, features = student_outputs
+        losses, terms = self._task.losses, {}
+        # Every output takes part, if with weight 0: DDP waits for the gradient of every parameter.
+        total = 0.0 * prediction.float().sum()
+        if losses.prediction.weight:
+            target = self._target(teacher_outputs, batch)
+            per_sample = (
+                mean_squared_error(prediction, target)
+                if losses.prediction.kind == "mse"
+                else huber(prediction, target, losses.prediction.huber_delta)
+            )
+            terms["prediction"] = (per_sample * batch.weights).sum()
+            total = total + losses.prediction.weight * terms["prediction"]
+        if losses.features.weight:
+            assert teacher_outputs is not None
+            pairs = zip(features, self._feature_names, strict=True)
+            terms["features"] = sum(  # type: ignore[assignment]
+                mean_squared_error(ours, teacher_outputs[name]).sum() for ours, name in pairs
+            ) / len(self._feature_names)
+            total = total + losses.features.weight * terms["features"]
+        if losses.true_data.weight:
+            assert batch.truth is not None
+            terms["true_data"] = mean_squared_error(prediction, batch.truth).sum()
+            total = total + losses.true_data.weight * terms["true_data"]
+        return LossSum(total, {name: term.detach() for name, term in terms.items()})
+
+    def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
+        model = self.family.architecture.model_class.from_config(self._student_config)
+        ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+        model.load_state_dict(ours, strict=True)
+        model.save_pretrained(folder, safe_serialization=True)
+
+    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
+        source, device = self._source, accelerator.device
+        sample_ids = range(min(MAX_SAMPLES, self.num_samples))
+        prompts = [source.prompt_of(sample_id) for sample_id in sample_ids]
+        if teacher is not None and self._recipe.evaluation.sample_prompts:
+            prompts = list(self._recipe.evaluation.sample_prompts[:MAX_SAMPLES])
+            sample_ids = range(len(prompts))
+        conditions = source.conditions(prompts, sample_ids, device)
+        # Every rank asks the teacher, since some placements communicate; rank 0 draws the student.
+        if teacher is not None:
+            rows = {"teacher": draw_teacher(teacher, self.network, self._process, self._recipe, conditions)}
+        else:
+            known = source.known_latents(sample_ids)
+            rows = {} if known is None else {"teacher" if self._recipe.data.kind == "prompts" else "data": known}
+        if accelerator.is_main_process:
+            rows["student"] = self._draw_student(run_dir, conditions, device)
+            write_grid(rows, prompts, self.family.load_vae(device), run_dir / "samples.png")
+
+    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        count, labels, judge = self._recipe.evaluation.num_samples, None, None
+        prompts = [self._source.prompts[i % len(self._source.prompts)] for i in range(count)]
+        if self._recipe.evaluation.judge == "digits":
+            prompts, labels = judge_prompts(-(-count // 10), self._recipe.seed)
+            try:
+                judge = DigitJudge().recognise
+            except ImportError as error:
+                raise UserError(
+                    "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
+                ) from error
+        student = load_student(self.family.architecture, run_dir, self._length, device)
+        embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        pair = Pair(self._recipe, self.family, self._process, self.network, teacher, student)
+        report = compare(pair, embedded, labels, judge, dtype, device)
+        teacher.close()
+        ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
+        return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
+
+    def missed_gate(self, report: Mapping[str, Any]) -> str | None:
+        gate, reached = self._recipe.evaluation.min_recognised, report.get("student_recognised")
+        if gate is None or reached is None or reached >= gate:
+            return None
+        return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
+
+    def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
+        for notice in long_text_notices(self.family, self._task, {"--prompts": prompts}):
+            print(f"note: {notice}")
+        dtype = teacher_dtype(self._recipe.teacher.dtype, device)
+        encoder = self.family.load_text_encoder(dtype, device)
+        positive = embed(self.family, encoder, prompts, self._length)
+        negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
+        ids = range(len(prompts))
+        conditions = Conditions.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
+        # Before the teacher's place is chosen by the memory that is free.
+        del encoder
+        ours = self._draw_student(run_dir, conditions, device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
+        teacher.close()
+        write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
+
+    def _long_texts(self) -> list[str]:
+        texts = "captions" if self._recipe.data.kind == "images" else "prompts"
+        groups = {
+            f"data.path ({texts})": self._source.prompts,
+            "task.guidance.negative_prompt": [self._task.guidance.negative_prompt],
+            "evaluation.sample_prompts": self._recipe.evaluation.sample_prompts,
+        }
+        return long_text_notices(self.family, self._task, groups)
+
+    def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
+        student = load_student(self.family.architecture, run_dir, self._length, device)
+        return draw_student(self.network, student, self._process, self._recipe, conditions)
+
+    def _with_projections(self, model: Any) -> DistilledStudent:
+        architecture, features, shape = self.family.architecture, self._task.losses.features, self._latent_shape
+        names, blocks, widths = architecture.block_names(self._student_config), [], []
+        if features.weight:
+            for ours, theirs in zip(features.student_blocks, features.teacher_blocks, strict=True):
+                blocks.append(names[ours])
+                configs = ((self._student_config, ours), (self.family.teacher_config, theirs))
+                width, teachers = (architecture.feature_shape(config, block, shape)[1] for config, block in configs)
+                widths.append((width, teachers))
+        return DistilledStudent(architecture, model, blocks, widths, self._recipe.seed)
+
+    def _target(self, teacher_outputs: Outputs | None, batch: DiffusionBatch) -> Tensor:
+        if batch.stored is not None:
+            return batch.stored
+        assert teacher_outputs is not None
+        if batch.scales is None:
+            return teacher_outputs[PREDICTION]
+        conditional, unconditional = teacher_outputs[PREDICTION].float(), teacher_outputs[UNCONDITIONAL].float()
+        return guide(conditional, unconditional, batch.scales.view(-1, 1, 1, 1, 1))

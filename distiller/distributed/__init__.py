@@ -1,0 +1,1 @@
+"""The processes of a run: ranks, their rendezvous, failures of ranks, signals, devices."""

@@ -1,0 +1,258 @@
+"""A run's output folder: whose it is, and how far it has come."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import stat
+import time
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distiller.checkpoint.format import Identity
+from distiller.checkpoint.resuming import check_resumable, latest_step
+from distiller.config.loading import dump
+from distiller.config.recipe import Recipe
+from distiller.config.sections import flatten
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+from distiller.run_folder.inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
+from distiller.storage.folder_lock import hold, refuse_if_running
+from distiller.storage.yaml_files import parse_yaml
+
+_PATIENCE_S = 30
+RECIPE_FILE = "recipe.yaml"
+SUMMARY_FILE = "summary.json"
+# Where the teacher lives and how an update is split change no number, and after an out-of-memory, or on fewer GPUs,
+# that is what a user wants to change. The number of samples of an update is compared with the checkpoint's.
+MAY_CHANGE_ON_RESUME = (
+    *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers", "train.batch_size"),
+    *("train.gradient_accumulation_steps", "train.samples_per_update", "train.gradient_checkpointing"),
+    # Compared with the checkpoint's, as `auto` has come out.
+    *("train.mixed_precision", "teacher.dtype"),
+    "optim.max_bad_steps",
+    *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
+    *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
+    *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads", "teacher.cache", "cache.shard_mib"),
+)
+SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the folder already holds. Finished means that the summary, the last thing a run writes, is there."""
+
+    steps_done: int
+    is_finished: bool
+    is_new: bool = False
+
+    def said(self, folder: Path, last_step: int) -> str:
+        """In one line, where a resumed run goes on from."""
+        if self.is_new:
+            return f"warning: --resume: {folder} holds no run (is output_dir right?); this is a new one, from step 1"
+        if not self.steps_done:
+            return f"warning: --resume: the run in {folder} has no complete checkpoint yet; it starts again at step 1"
+        checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
+        if self.steps_done == last_step:
+            return f"note: --resume: training has come to its end, {checkpoint}; what follows it is left"
+        return f"note: --resume: continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
+
+
+def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
+    """Checks whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
+
+    Returns:
+        whether the run is finished. Nothing is left to do then: neither its inputs nor what may be written are checked.
+
+    Raises:
+        UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
+    """
+    folder = Path(recipe.output_dir)
+    if os.path.isfile(folder):
+        raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
+    refuse_if_running(folder)
+    held = folder / RECIPE_FILE
+    for name in ("checkpoints", "student"):
+        if os.path.lexists(folder / name) and not os.path.lexists(held):
+            raise UserError(
+                f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
+                "folder with output_dir=..."
+            )
+    if os.path.isfile(held):
+        if not resume:
+            raise UserError(
+                f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
+                "with output_dir=..."
+            )
+        begun = _held_recipe(held)
+        _check_same_recipe(begun, recipe)
+        if is_finished(recipe, last_step):
+            return True
+        check_same_inputs(folder, flatten(begun), recipe)
+    # One that is there may be read-only: others have made all the stages, or the stage that is missing says so.
+    if recipe.cache_dir is not None and not os.path.isdir(recipe.cache_dir):
+        why = _why_not_writable(Path(recipe.cache_dir))
+        if why is not None:
+            raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({why})")
+    if (why := _why_not_writable(folder)) is not None:
+        raise UserError(f"output_dir: {folder} cannot be written ({why})")
+    return False
+
+
+def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
+    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
+
+    Changes nothing where the run is finished.
+
+    Raises:
+        UserError: the folder is another run's, is in use, or cannot be continued by this recipe and launch file.
+    """
+    if check_output_dir(recipe, resume, last_step):
+        return Claim(last_step, is_finished=True)
+    folder = Path(recipe.output_dir)
+    held = folder / RECIPE_FILE
+    done, is_new = 0, not os.path.isfile(held)
+    if not is_new:
+        done = latest_step(folder)
+        if done > last_step:
+            raise UserError(
+                f"--resume: {folder} has done {done} steps and the recipe ends after {last_step}; raise "
+                "train.max_steps or train.num_epochs"
+            )
+        if done:
+            check_resumable(folder, done, identity)
+    if recipe.cache_dir is not None:
+        try:
+            Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+        temporary = held.with_suffix(".tmp")
+        temporary.write_text(dump(with_absolute_paths(recipe)), encoding="utf-8")
+        temporary.replace(held)
+    except OSError as error:
+        raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
+    return Claim(done, is_finished=False, is_new=is_new)
+
+
+def is_finished(recipe: Recipe, last_step: int) -> bool:
+    """Whether the folder's run has come to its end; rank 0's folder is every rank's."""
+    return _steps_of(Path(recipe.output_dir) / SUMMARY_FILE) == last_step
+
+
+def is_finished_by_files(recipe: Recipe) -> bool:
+    """Whether the folder holds this recipe's whole run, where its teacher or data are gone. Reads the folder alone.
+
+    Only of a run with `train.max_steps`: without it the last step depends on the data. Keys that the recipe leaves to
+    the teacher's defaults are not compared. Raises UserError for another run's folder.
+    """
+    held = Path(recipe.output_dir) / RECIPE_FILE
+    if not recipe.train.max_steps or not is_finished(recipe, recipe.train.max_steps) or not os.path.isfile(held):
+        return False
+    _check_same_recipe(_held_recipe(held), recipe, has_defaults=False)
+    return True
+
+
+def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
+    """Every rank sees what rank 0 writes into the folder, or UserError on all of them. Communicates.
+
+    `key` is the recipe's for the folder.
+    """
+    token = folder / ranks.from_main(lambda: _make_token(folder))
+    unseen = [rank for rank, sees in enumerate(ranks.gather(_appears(token))) if not sees]
+    if ranks.is_main:
+        token.unlink(missing_ok=True)
+    if unseen:
+        raise UserError(
+            f"{key}: {folder} of rank {unseen[0]} is not the folder of rank 0; with several machines it must lie "
+            f"on a file system that all of them share: choose one with {key}=..."
+        )
+
+
+def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
+    """Ranks that will wait for a stage look where it will be made, or UserError on all of them. Communicates.
+
+    `is_missing` is whether this rank lacks one that some ranks make for all.
+    """
+    if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
+        check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+
+
+def _why_not_writable(folder: Path) -> str | None:
+    """Why a folder cannot be made or written to, by what is there of its path; None where nothing speaks against it."""
+    place = Path(os.path.abspath(folder))
+    while True:
+        try:
+            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            break
+        except FileNotFoundError:
+            place = place.parent
+        except OSError as error:
+            return error.strerror
+    if not is_folder:
+        return os.strerror(errno.ENOTDIR)
+    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
+
+
+def _make_token(folder: Path) -> str:
+    name = f".{uuid.uuid4().hex}.token"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).touch()
+    return name
+
+
+def _appears(file: Path) -> bool:
+    """Other machines may see a new entry of a network file system late."""
+    for _ in range(_PATIENCE_S):
+        if file.exists():
+            return True
+        time.sleep(1)
+    return False
+
+
+def _steps_of(summary: Path) -> int:
+    try:
+        return int(json.loads(summary.read_text(encoding="utf-8"))["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def _held_recipe(file: Path) -> dict[str, Any]:
+    try:
+        held = parse_yaml(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"--resume: {file} is damaged ({error}); choose another output_dir") from error
+    if not isinstance(held, dict):
+        raise UserError(f"--resume: {file} is not a recipe; choose another output_dir")
+    return held
+
+
+def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:
+    """UserError if a key differs that may not. `has_defaults`: whether the recipe has those of the teacher."""
+    mine = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
+    theirs = absolute_paths(flatten(held))
+    compared_by_content = [key for keys in INPUTS.values() for key in keys]
+    changed = [
+        f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
+        for key in sorted(mine.keys() | theirs.keys())
+        if mine.get(key) != theirs.get(key)
+        and (has_defaults or mine.get(key) is not None)
+        and key not in (*MAY_CHANGE_ON_RESUME, *compared_by_content)
+        and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
+    ]
+    was_cached, is_cached = theirs.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
+    if was_cached != is_cached and not recipe.cache.is_exact:
+        raise UserError(
+            "--resume: what cache.form keeps is not the whole of what the live teacher says, so that teacher.placement "
+            "cannot change to or from cached within a run; begin another one"
+        )
+    if changed:
+        raise UserError(
+            f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
+            f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
+        )

@@ -1,0 +1,1 @@
+"""Files: weights, keyed stages, digests, durable writes, locks, the hub, YAML."""

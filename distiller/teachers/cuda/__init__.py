@@ -1,0 +1,1 @@
+"""CUDA driver calls that torch does not offer."""

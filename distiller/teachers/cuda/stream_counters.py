@@ -1,0 +1,50 @@
+"""Numbers that the GPUs of a node write and wait for, in the order of their streams, without the host.
+
+They lie in a page of host memory that every rank and every GPU maps. What waits is a stream alone: no multiprocessor
+and no process.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+from distiller.teachers.cuda import driver
+from distiller.teachers.weights.host_copy import PAGE_BYTES, HostCopy
+
+LINE_BYTES = 64
+"""Between two numbers, so that none shares a cache line with another."""
+
+_FOR_ALL_DEVICES = 1
+_MAPPED = 2
+
+
+class Signals:
+    """Numbered counters, 0 at first, seen by all ranks of the node. Values only grow."""
+
+    def __init__(self, count: int, ranks: Ranks) -> None:
+        """Communicates. Raises UserError where GPUs cannot see host memory."""
+        num_bytes = -(-count * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        self._host = HostCopy.make([num_bytes], ranks)
+        self._address = self._host.piece(0).data_ptr()
+
+        def register() -> None:
+            error = torch.cuda.cudart().cudaHostRegister(self._address, num_bytes, _FOR_ALL_DEVICES | _MAPPED)
+            if int(error) != 0:
+                raise UserError(f"a page of host memory cannot be mapped by the GPUs ({error})")
+
+        ranks.all_succeed(register)
+
+    def write(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Sets a counter once the stream's work so far is done."""
+        driver.write_value(self._address + number * LINE_BYTES, value, stream)
+
+    def wait(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Lets the stream wait until a counter is at least this value."""
+        driver.wait_value(self._address + number * LINE_BYTES, value, stream)
+
+    def close(self) -> None:
+        """Lets the page go; no stream may use it any more."""
+        torch.cuda.cudart().cudaHostUnregister(self._address)
+        self._host.close()

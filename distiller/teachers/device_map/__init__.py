@@ -1,0 +1,1 @@
+"""One teacher spread over a node's GPUs by a device map."""

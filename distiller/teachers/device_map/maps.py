@@ -1,0 +1,166 @@
+"""Which part of a module lies where: Accelerate's device maps, made by its own functions or given in the recipe."""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from accelerate.utils import get_balanced_memory, infer_auto_device_map
+from torch import nn
+
+from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+
+Location = int | str
+"""A GPU's number, `cpu` or `disk`. On a machine without GPUs the node's ranks take the numbers."""
+
+DeviceMap = dict[str, Location]
+"""Name of a submodule or tensor -> its location; the longest name counts, and the empty one stands for all the rest."""
+
+ACTIVATION_SHARE = 0.1
+"""Of a GPU's free memory, what a device map leaves for activations."""
+
+CONTEXT_BYTES = 2**29
+"""What a process takes of each GPU that it computes on, before any tensor: CUDA's context and kernels."""
+
+
+def balanced_map(module: nn.Module, block_names: Sequence[str], room: Mapping[int, int]) -> DeviceMap:
+    """About as many bytes on each device; `room` are the bytes that each device number has for the module.
+
+    What finds no room is mapped to `disk`. Sizes are those of the module's own dtypes, so float32 islands count as
+    such; blocks are never split.
+    """
+    classes = _block_classes(module, block_names)
+    with _unknown_devices_allowed():
+        shares = get_balanced_memory(module, dict(room), no_split_module_classes=classes)
+    return _infer(module, classes, shares)
+
+
+def sequential_map(module: nn.Module, block_names: Sequence[str], room: Mapping[int, int]) -> DeviceMap:
+    """The first device is filled before the next one is begun; otherwise as `balanced_map`."""
+    return _infer(module, _block_classes(module, block_names), dict(room))
+
+
+def location_of(name: str, device_map: Mapping[str, Location]) -> Location | None:
+    """Where a tensor or submodule lies; None where the map says nothing about it."""
+    while name not in device_map:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return device_map[name]
+
+
+def num_devices(ranks: Ranks) -> int:
+    """How many devices a map may number: the node's GPUs, or without any its ranks."""
+    return torch.cuda.device_count() if ranks.device.type == "cuda" else ranks.local_world_size
+
+
+def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Module], num_devices: int) -> None:
+    """Raises UserError for a name that no module has, a device that there is not, or a tensor without a place."""
+    known = {""}
+    for module in modules:
+        known.update(name for name, _ in module.named_modules(remove_duplicate=False))
+        known.update(name for name, _ in module.named_parameters(remove_duplicate=False))
+        known.update(name for name, _ in module.named_buffers(remove_duplicate=False))
+    for name, location in device_map.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else "its names are those of the module's parameters"
+            raise UserError(f"teacher.device_map: {name!r} is no part of the teacher; {hint}")
+        if isinstance(location, int) and location >= num_devices:
+            raise UserError(
+                f"teacher.device_map: {name!r} is on {location}, and this node has {num_devices} "
+                f"{'GPU(s)' if torch.cuda.is_available() else 'rank(s), which stand for GPUs here'}, counted from 0; "
+                f"give at most {num_devices - 1}, cpu or disk"
+            )
+    for module in modules:
+        missing = [name for name in module.state_dict(keep_vars=True) if location_of(name, device_map) is None]
+        if missing:
+            others = f" and {len(missing) - 1} other tensors" if len(missing) > 1 else ""
+            raise UserError(
+                f"teacher.device_map says nothing about {missing[0]}{others}; add their names, or '' for all the rest"
+            )
+
+
+def room_of_devices(
+    ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
+) -> dict[int, int]:
+    """Bytes that each of the node's devices has for the teacher.
+
+    A GPU keeps `kept_share` of what it has free for activations, room for the student where a rank trains on it, and
+    for every rank's context, since all ranks compute on every GPU. Without GPUs every number stands for the same host
+    memory.
+    """
+    if ranks.device.type == "cpu":
+        return dict.fromkeys(range(ranks.local_world_size), free_host_bytes())
+    room = {}
+    for gpu in range(torch.cuda.device_count()):
+        free = int(free_gpu_bytes(torch.device("cuda", gpu)) * (1 - kept_share))
+        kept = ranks.local_world_size * CONTEXT_BYTES + (reserved_bytes if gpu in gpus_of_ranks else 0)
+        room[gpu] = max(free - kept, 0)
+    return room
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Device maps of a teacher's modules, and whether its devices have the bytes for them.
+
+    Attributes:
+        maps: one for each module.
+        needed: bytes on each device number.
+        unplaced: bytes that found no device.
+        room: bytes that each device number has.
+    """
+
+    maps: list[DeviceMap]
+    needed: Mapping[int, int]
+    unplaced: int
+    room: Mapping[int, int]
+
+    @property
+    def fits(self) -> bool:
+        """Whether everything has a place, and no device is asked for more than it has."""
+        return not self.unplaced and all(self.needed[number] <= self.room[number] for number in self.needed)
+
+    def check(self, placement: str, advice: str) -> None:
+        """Raises UserError unless it fits. `advice` says what to choose instead."""
+        if self.fits:
+            return
+        total = sum(self.needed.values()) + self.unplaced
+        free = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in self.room.items())
+        wanted = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in sorted(self.needed.items()))
+        raise UserError(
+            f"teacher.placement={placement} needs {_gib(total)} ({wanted}; without a place: {_gib(self.unplaced)}), "
+            f"and beside the student and activations these devices have {free}; {advice}"
+        )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.2f} GiB"
+
+
+def _block_classes(module: nn.Module, block_names: Sequence[str]) -> list[str]:
+    return sorted({type(module.get_submodule(name)).__name__ for name in block_names})
+
+
+def _infer(module: nn.Module, classes: list[str], room: dict[int, int]) -> DeviceMap:
+    with _unknown_devices_allowed():
+        found = infer_auto_device_map(module, room, no_split_module_classes=classes, offload_buffers=True)
+    return {name: location for name, location in found.items() if isinstance(location, int | str)}
+
+
+@contextmanager
+def _unknown_devices_allowed() -> Iterator[None]:
+    """Accelerate warns of device numbers that are no GPUs; where ranks stand for GPUs there are only such."""
+    logger = logging.getLogger("accelerate.utils.modeling")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)

@@ -1,0 +1,78 @@
+"""From the recipe's `teacher.placement` to a teacher: chosen, checked, then loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.distributed.ranks import Ranks
+from distiller.teachers import PLACEMENTS
+from distiller.teachers.base import Network, Setup, Teacher
+from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
+from distiller.teachers.fitting import DEVICE_MAPS, advice, check_fits, choose, device_packing, fitting
+from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, room_of
+from distiller.teachers.rules import check_placement, may_run
+
+
+def decide(network: Network, setup: Setup) -> Setup:
+    """The setup with `auto` resolved, said in one line, and checked against this world and its memory. Communicates.
+
+    Raises UserError, before any weight is read, naming what would fit.
+    """
+    options, ranks = setup.options, setup.ranks
+    check_placement(options, ranks.world_size, setup.under_deepspeed)
+    if options.placement == "custom":
+        modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
+        check_custom_map(options.device_map or {}, modules, num_devices(ranks))
+    sizes, everything, spared = measure(network, setup.dtype), room_of(setup), room_of(setup, AUTO_SHARE)
+    if options.quantization == "int8":
+        sizes = sizes.scaled(1 / setup.dtype.itemsize)
+    needs = footprints(sizes, setup, everything)
+    needs = {name: n for name, n in needs.items() if may_run(options, name, ranks.world_size, setup.under_deepspeed)}
+    pack_devices = device_packing(network, setup) if everything.gpu is not None else None
+
+    def fits(with_activations: bool) -> Iterator[str]:
+        if with_activations:
+            return fitting(needs, spared, options, pack_devices, 1 - AUTO_SHARE)
+        return fitting(needs, everything, options, pack_devices, ACTIVATION_SHARE)
+
+    if options.placement == "auto":
+        name, reason = choose(needs["replicated"], spared, fits, setup.reserved_bytes)
+        if ranks.is_main:
+            print(f"teacher.placement auto: {name} ({reason})")
+        options = options.model_copy(update={"placement": name})
+    if pack_devices is not None and options.placement in DEVICE_MAPS:
+        packing = pack_devices(options.placement, ACTIVATION_SHARE)
+        if not packing.fits:
+            packing.check(options.placement, advice(fits(True)))
+    else:
+        check_fits(options, needs, everything, lambda: fits(True))
+    return replace(setup, options=options)
+
+
+def open_teacher(network: Network, setup: Setup) -> Teacher:
+    """Loads the teacher into its place. Communicates. Raises UserError before any weight is read."""
+    setup = decide(network, setup)
+    return PLACEMENTS[setup.options.placement](network, setup)
+
+
+def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, device: torch.device) -> Teacher:
+    """The teacher of a command that runs in one process, in the place nearest to that of the run. Raises UserError.
+
+    There is no other rank to hold it (`rank0`), and nobody to share shards with: those that waited in host memory or on
+    a disk stream from there.
+    """
+    changes: dict[str, object] = {"rank": 0}
+    if options.placement == "cached":
+        # Other inputs than the data's: the weights are needed after all.
+        changes["placement"] = "auto"
+    if options.placement == "sharded":
+        alone = {"none": "balanced" if torch.cuda.device_count() > 1 else "replicated", "cpu": "streamed"}
+        changes["placement"] = alone.get(options.offload, "disk")
+    if options.device_map is not None and device.type == "cpu":
+        # Without GPUs the numbers stood for ranks, of which there is one.
+        changes["device_map"] = {k: 0 if isinstance(v, int) else v for k, v in options.device_map.items()}
+    return open_teacher(network, Setup(dtype, options.model_copy(update=changes), Ranks.join(device)))

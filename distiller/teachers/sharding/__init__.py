@@ -1,0 +1,1 @@
+"""A teacher whose tensors are sharded over all ranks."""

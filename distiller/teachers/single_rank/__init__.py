@@ -1,0 +1,1 @@
+"""A teacher that one rank holds and answers for all."""

@@ -1,0 +1,97 @@
+"""One copy of weights in the memory of a node's GPUs, used by all of its ranks (CUDA IPC)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+
+ADVICE = "choose placement replicated, or streamed with shard_transfers=false: they need no GPU memory in common"
+
+
+class GpuCopy:
+    """A run of bytes on each GPU. The node's first rank owns all of them, the others map them: no second copy.
+
+    A rank computes on a GPU with the memory of that same GPU, so the mapping needs no peer access; where the GPUs have
+    it, activations pass between them without the host.
+    """
+
+    def __init__(self, buffers: dict[int, Tensor], ranks: Ranks) -> None:
+        """Use `make`."""
+        self._buffers, self._ranks = buffers, ranks
+
+    @staticmethod
+    def make(sizes: Mapping[int, int], ranks: Ranks) -> GpuCopy:
+        """Allocates and maps buffers: GPU number -> bytes, the same on all ranks of the node; not filled.
+
+        Communicates. Raises UserError where the ranks see different GPUs, or a rank cannot map what the first owns.
+        """
+        check_same_gpus(ranks)
+        buffers: dict[int, Tensor] = {}
+
+        def allocate() -> list[dict[int, tuple]]:
+            for gpu, num_bytes in sizes.items():
+                buffers[gpu] = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
+            # One handle a receiver: each counts its own use of the memory.
+            receivers = range(1, ranks.local_world_size)
+            return [{gpu: reduce_tensor(buffer)[1] for gpu, buffer in buffers.items()} for _ in receivers]
+
+        handles = ranks.from_local_main(allocate)
+
+        def map_buffers() -> None:
+            if ranks.is_local_main:
+                return
+            try:
+                for gpu, handle in handles[ranks.local_rank - 1].items():
+                    buffers[gpu] = rebuild_cuda_tensor(*handle)
+            except (RuntimeError, OSError) as error:
+                raise UserError(
+                    f"teacher: a process cannot map GPU memory of another one here ({error}); share the containers' "
+                    f"IPC and process namespaces, unset expandable_segments, or {ADVICE}"
+                ) from error
+
+        ranks.all_succeed(map_buffers)
+        return GpuCopy(buffers, ranks)
+
+    def buffer(self, gpu: int) -> Tensor:
+        """A GPU's run: uint8, shared."""
+        return self._buffers[gpu]
+
+    @property
+    def sizes(self) -> dict[int, int]:
+        """GPU number -> bytes."""
+        return {gpu: buffer.nbytes for gpu, buffer in self._buffers.items()}
+
+    def wait(self) -> None:
+        """Waits, on the host, until the GPUs have done what this process asked of these buffers."""
+        for gpu in self._buffers:
+            torch.cuda.synchronize(gpu)
+
+    def close(self) -> None:
+        """Lets go of the memory; nothing may refer to it any more. Communicates: the owner must outlive the users."""
+        self.wait()
+        if not self._ranks.is_local_main:
+            self._buffers.clear()
+        self._ranks.wait_on_node()
+        self._buffers.clear()
+        torch.cuda.ipc_collect()
+
+
+def check_same_gpus(ranks: Ranks) -> None:
+    """Raises UserError unless all ranks of the node see the same GPUs under the same numbers. Communicates."""
+    own = [str(torch.cuda.get_device_properties(gpu).uuid) for gpu in range(torch.cuda.device_count())]
+    seen = ranks.gather_on_node(own)
+
+    def compare() -> None:
+        if any(gpus != seen[0] for gpus in seen):
+            raise UserError(
+                "teacher: the ranks of this node do not see the same GPUs (CUDA_VISIBLE_DEVICES differs between "
+                f"them); let every rank see all of them, or {ADVICE}"
+            )
+
+    ranks.all_succeed(compare)

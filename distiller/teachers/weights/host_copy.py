@@ -1,0 +1,160 @@
+"""One copy of weights in host memory for all ranks of a node.
+
+The memory is an anonymous file (memfd): it has no name, so nothing can outlive the processes that map it, however they
+die; and it is not bounded by /dev/shm, of which a container gets 64 MiB by default. Where a rank cannot open another
+one's descriptor, a named file takes its place for as long as the ranks need to map it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import uuid
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+from distiller.distributed.free_memory import free_host_bytes
+from distiller.distributed.ranks import Ranks
+from distiller.errors import UserError
+from distiller.teachers.weights.layout import ALIGNMENT
+
+NAME = "distiller-teacher"
+SHM = Path("/dev/shm")
+PAGE_BYTES = mmap.PAGESIZE
+
+
+class HostCopy:
+    """A shared run of bytes in pieces, mapped by every rank of the node. Filled by its first rank."""
+
+    def __init__(self, memory: mmap.mmap, sizes: Sequence[int], num_bytes: int) -> None:
+        """Use `make`."""
+        self.num_bytes = num_bytes
+        self._buffer: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
+        self._offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        self._sizes, self._is_page_locked = sizes, False
+
+    @staticmethod
+    def make(sizes: Sequence[int], ranks: Ranks, open_shared: Callable[..., int] | None = None) -> HostCopy:
+        """Makes and maps pieces of these sizes (multiples of ALIGNMENT), not filled. Communicates.
+
+        Raises UserError when the host has too little memory for them, on every rank of the node.
+        """
+        assert all(size % ALIGNMENT == 0 for size in sizes)
+        # A mapping has at least one byte, and whole pages are what can be page-locked.
+        num_bytes = max(-(-sum(sizes) // PAGE_BYTES), 1) * PAGE_BYTES
+        ranks.from_local_main(lambda: _check_room(num_bytes))
+        descriptor = (open_shared or _open_shared)(num_bytes, ranks)
+        memory = mmap.mmap(descriptor, num_bytes)
+        os.close(descriptor)
+        return HostCopy(memory, sizes, num_bytes)
+
+    def piece(self, number: int) -> Tensor:
+        """One piece: uint8, shared."""
+        assert self._buffer is not None
+        return self._buffer[self._offsets[number] : self._offsets[number] + self._sizes[number]]
+
+    def page_lock(self) -> None:
+        """Lets this process's GPU copy from here at the bus's speed; every process locks for itself.
+
+        Raises UserError when the driver refuses.
+        """
+        assert self._buffer is not None
+        error = torch.cuda.cudart().cudaHostRegister(self._buffer.data_ptr(), self.num_bytes, 0)
+        if int(error) != 0:
+            raise UserError(
+                f"{self.num_bytes / 2**30:.1f} GiB of host memory cannot be page-locked ({error}); raise the limit "
+                "(`ulimit -l unlimited`), or set teacher.pin_memory=false, which is several times slower"
+            )
+        self._is_page_locked = True
+
+    def close(self) -> None:
+        """Unlocks and lets go; the memory is free when the last rank has done so."""
+        if self._is_page_locked and self._buffer is not None:
+            torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
+            self._is_page_locked = False
+        self._buffer = None
+
+    def __del__(self) -> None:
+        # After an error nobody closes it, and memory that is unmapped while it is page-locked confuses the driver.
+        self.close()
+
+
+def _check_room(num_bytes: int) -> None:
+    free = free_host_bytes()
+    if num_bytes > free:
+        raise UserError(
+            f"the teacher's host copy takes {num_bytes / 2**30:.2f} GiB and {free / 2**30:.2f} GiB of host memory are "
+            "free; choose teacher.placement=disk, or teacher.dtype=bfloat16, or raise the container's memory limit"
+        )
+
+
+def _open_shared(num_bytes: int, ranks: Ranks) -> int:
+    """A descriptor of the same memory on every rank of the node."""
+    own = -1
+
+    def create() -> str:
+        nonlocal own
+        own = os.memfd_create(NAME)
+        os.ftruncate(own, num_bytes)
+        return f"/proc/{os.getpid()}/fd/{own}"
+
+    path = ranks.from_local_main(create)
+    descriptor = own
+    if not ranks.is_local_main:
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDWR)
+    if all(ranks.gather_on_node(descriptor >= 0)):
+        return descriptor
+    if descriptor >= 0:
+        os.close(descriptor)
+    return open_named(num_bytes, ranks)
+
+
+def open_named(num_bytes: int, ranks: Ranks, folders: Sequence[Path] | None = None) -> int:
+    """As `_open_shared`, through a file that loses its name as soon as all ranks have it open."""
+
+    def create() -> str:
+        file = _folder_with_room(num_bytes, folders or (SHM, Path(tempfile.gettempdir())))
+        path = file / f"{NAME}-{os.getpid()}-{uuid.uuid4().hex}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        os.ftruncate(descriptor, num_bytes)
+        os.close(descriptor)
+        return os.fspath(path)
+
+    path = ranks.from_local_main(create)
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    finally:
+        ranks.wait_on_node()
+        if ranks.is_local_main:
+            os.unlink(path)
+    return descriptor
+
+
+def _folder_with_room(num_bytes: int, folders: Sequence[Path]) -> Path:
+    for folder in folders:
+        _remove_stale(folder)
+    for folder in folders:
+        if folder.is_dir() and shutil.disk_usage(folder).free > num_bytes:
+            return folder
+    names = " and ".join(f"{folder} ({shutil.disk_usage(folder).free / 2**30:.2f} GiB free)" for folder in folders)
+    raise UserError(
+        f"the teacher's shared host copy takes {num_bytes / 2**30:.2f} GiB, more than {names}; raise the container's "
+        "shared memory (docker run --shm-size), point TMPDIR at a larger disk, or choose teacher.placement=disk"
+    )
+
+
+def _remove_stale(folder: Path) -> None:
+    """Removes files whose maker was killed between making and unlinking them."""
+    for file in folder.glob(f"{NAME}-*-*"):
+        pid = file.name.removeprefix(f"{NAME}-").partition("-")[0]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with suppress(OSError):
+                file.unlink()

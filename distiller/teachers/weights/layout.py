@@ -1,0 +1,176 @@
+"""How a module's weights lie in flat buffers: one run of bytes for each block, and one for everything else.
+
+A flat block moves in one copy, and every placement that moves, shares or reads weights speaks of the same runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from distiller.errors import UserError
+from distiller.storage.weight_files import WeightFiles
+
+ALIGNMENT = 256
+"""Of every tensor in a buffer, in bytes: what CUDA's own allocator gives."""
+
+PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+REST = ""
+"""The unit of all that belongs to no block."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor: all names that it has in the module (more than one when tied), and where it lies in its unit."""
+
+    names: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+    is_parameter: bool
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """The tensor inside the unit's buffer (uint8, one axis)."""
+        return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A block, or the rest: what is placed and moved as a whole. `num_bytes` is a multiple of ALIGNMENT."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    num_bytes: int
+
+
+def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
+    """The module's parameters and saved buffers, unit by unit: the rest first, then the blocks in their order.
+
+    A tensor that several units share (tied weights) belongs to the rest. Buffers that are not saved belong to none:
+    the module makes them itself.
+    """
+    names_of: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    saved = set(module.state_dict(keep_vars=True))
+    for name, tensor in _all_tensors(module):
+        if name in saved:
+            names_of.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+    members: dict[str, list[int]] = {REST: [], **{name: [] for name in block_names}}
+    for key, names in names_of.items():
+        owners = {_owner(name, block_names) for name in names}
+        members[owners.pop() if len(owners) == 1 else REST].append(key)
+    units = []
+    for unit_name, keys in members.items():
+        entries, offset = [], 0
+        for key in keys:
+            tensor = tensors[key]
+            shape, is_parameter = tuple(tensor.shape), isinstance(tensor, nn.Parameter)
+            entries.append(Entry(tuple(names_of[key]), tensor.dtype, shape, offset, is_parameter))
+            offset += -(-entries[-1].num_bytes // ALIGNMENT) * ALIGNMENT
+        units.append(Unit(unit_name, tuple(entries), offset))
+    return units
+
+
+def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
+    """Raises UserError unless the files hold every tensor in its shape, in floating point, and nothing else.
+
+    What a module does not know would be scales of quantised weights, say, without which the others mean nothing.
+    """
+    known = {name for unit in units for entry in unit.entries for name in entry.names}
+    if unknown := sorted(set(files.tensors) - known):
+        raise UserError(
+            f"{origin}: its weights hold {unknown[0]}, which the model of its config.json does not have"
+            f"{f' (and {len(unknown) - 1} more such)' if len(unknown) > 1 else ''}; give the unquantised model that "
+            "belongs to the config"
+        )
+    for unit in units:
+        for entry in unit.entries:
+            stored = next((files.tensors[name] for name in entry.names if name in files.tensors), None)
+            if stored is None:
+                raise UserError(f"{origin}: its weights lack {entry.names[0]}; copy it again")
+            if stored.shape != entry.shape:
+                raise UserError(
+                    f"{origin}: {entry.names[0]} has shape {list(stored.shape)} in the weights and "
+                    f"{list(entry.shape)} by its config.json; the two do not belong together"
+                )
+            if entry.dtype.is_floating_point and stored.dtype not in PLAIN_DTYPES:
+                raise UserError(
+                    f"{origin}: {entry.names[0]} is stored as {str(stored.dtype).removeprefix('torch.')}, so it is "
+                    "quantised; give the unquantised model (teacher.quantization quantises it)"
+                )
+
+
+def read_unit(unit: Unit, files: WeightFiles, buffer: Tensor) -> None:
+    """Reads a unit's tensors into a buffer on the CPU (uint8, at least `num_bytes` long)."""
+    for entry in unit.entries:
+        name = next(name for name in entry.names if name in files.tensors)
+        files.read(name, entry.view(buffer))
+
+
+class Binding:
+    """A unit's places in its module, ready to be pointed at a buffer and away from it again."""
+
+    def __init__(self, module: nn.Module, unit: Unit, buffer: Tensor | None = None) -> None:
+        """Prepares views into `buffer` (uint8, any device); None: what the module holds now (meta)."""
+        self._places: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        for entry in unit.entries:
+            if buffer is None:
+                value = _get(module, entry.names[0])
+            else:
+                view = entry.view(buffer)
+                value = nn.Parameter(view, requires_grad=False) if entry.is_parameter else view
+            for name in entry.names:
+                owner, _, attribute = name.rpartition(".")
+                holder = module.get_submodule(owner)
+                table = holder._parameters if entry.is_parameter else holder._buffers
+                self._places.append((table, attribute, value))
+
+    def bind(self) -> None:
+        """Lets the module use these tensors."""
+        for table, attribute, value in self._places:
+            table[attribute] = value
+
+
+def bind(module: nn.Module, unit: Unit, buffer: Tensor) -> None:
+    """Points the module's tensors of this unit at their places in a buffer (uint8, any device)."""
+    Binding(module, unit, buffer).bind()
+
+
+def move_own_buffers(module: nn.Module, device: torch.device) -> None:
+    """Moves the buffers that are not saved, which the skeleton made itself, to the device."""
+    saved = set(module.state_dict(keep_vars=True))
+    for prefix, child in module.named_modules():
+        for name, buffer in child._buffers.items():
+            if buffer is not None and f"{prefix}.{name}".lstrip(".") not in saved:
+                child._buffers[name] = buffer.to(device)
+
+
+def own_buffer_bytes(module: nn.Module) -> int:
+    """Bytes of the buffers that are not saved."""
+    saved = set(module.state_dict(keep_vars=True))
+    return sum(buffer.nbytes for name, buffer in module.named_buffers() if name not in saved)
+
+
+def _all_tensors(module: nn.Module):
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _owner(name: str, block_names: Sequence[str]) -> str:
+    return next((block for block in block_names if name.startswith(f"{block}.")), REST)
+
+
+def _get(module: nn.Module, name: str) -> Tensor:
+    owner, _, attribute = name.rpartition(".")
+    return getattr(module.get_submodule(owner), attribute)

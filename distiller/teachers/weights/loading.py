@@ -1,0 +1,114 @@
+"""Getting weights from files to where a placement wants them: one reader, one unit at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distiller.distributed.ranks import Ranks
+from distiller.storage.weight_files import WeightFiles
+from distiller.teachers.base import Network, Setup
+from distiller.teachers.streaming.copiers import FileReader
+from distiller.teachers.weights.layout import Unit, bind, check_files, lay_out, move_own_buffers, read_unit
+
+FILL_THREADS = 4
+
+
+@dataclass
+class Plan:
+    """One module without weights, its units, and on the ranks that read them, its files."""
+
+    name: str
+    module: nn.Module
+    units: list[Unit]
+    files: WeightFiles | None
+
+    def close_files(self) -> None:
+        """Nothing more will be read."""
+        if self.files is not None:
+            self.files.close()
+            self.files = None
+
+
+def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[Plan]:
+    """Every module's skeleton and layout, and the files checked against them where they will be read.
+
+    A fault that one reader finds is raised on all ranks. Communicates. Raises UserError.
+    """
+    plans = []
+    for name in network.module_names:
+        module = network.skeleton(name, dtype or setup.dtype)
+        plans.append(Plan(name, module, lay_out(module, network.block_names(name)), None))
+
+    def open_files() -> None:
+        for plan in plans if is_reader else ():
+            plan.files = WeightFiles(network.weight_files(plan.name), network.rename)
+            check_files(plan.units, plan.files, network.origin)
+
+    setup.ranks.all_succeed(open_files)
+    return plans
+
+
+def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
+    """Puts units on every rank's device: rank 0 reads, the others receive. Returns their bytes. Communicates.
+
+    The host holds one unit at a time, and only on rank 0.
+    """
+    units = list(units)
+    staging = staging_buffer(units, ranks.device) if ranks.is_main else None
+    for unit in units:
+        buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=ranks.device)
+        if ranks.is_main:
+            assert plan.files is not None
+            read_to_device(plan.files, unit, buffer, staging)
+        broadcast_unit(buffer, ranks)
+        bind(plan.module, unit, buffer)
+    move_own_buffers(plan.module, ranks.device)
+    return sum(unit.num_bytes for unit in units)
+
+
+def fill(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Tensor]) -> None:
+    """Reads units from files into their places (uint8, on the CPU or on GPUs), by several threads at once.
+
+    What lies on a GPU goes through page-locked staging memory. Raises RunError when the files cannot be read.
+    """
+    reader, units = FileReader(sources, FILL_THREADS), [unit for unit, _ in sources]
+    on_gpu = [number for number, target in enumerate(targets) if target.device.type != "cpu"]
+    staging = staging_buffer([units[number] for number in on_gpu], targets[on_gpu[0]].device) if on_gpu else None
+    for number, target in enumerate(targets):
+        if target.device.type == "cpu":
+            reader.fill(number, target)
+        else:
+            assert staging is not None
+            reader.fill(number, staging)
+            target.copy_(staging[: units[number].num_bytes])
+    reader.close()
+
+
+def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
+    """Rank 0's bytes, on every rank's device. Communicates."""
+    if ranks.world_size > 1 and buffer.numel():
+        # A collective's clock runs from when it is queued, and reading from a slow disk may outlast it.
+        ranks.wait()
+        dist.broadcast(buffer, 0)
+
+
+def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tensor | None) -> None:
+    """Reads a unit into a buffer on any device, through page-locked staging memory where that is not the CPU."""
+    if buffer.device.type == "cpu":
+        read_unit(unit, files, buffer)
+        return
+    assert staging is not None
+    read_unit(unit, files, staging)
+    buffer.copy_(staging[: unit.num_bytes])
+
+
+def staging_buffer(units: Sequence[Unit], device: torch.device) -> Tensor | None:
+    """Page-locked memory for the largest of these units; None where nothing has to be staged."""
+    if device.type == "cpu" or not units:
+        return None
+    return torch.empty(max(unit.num_bytes for unit in units), dtype=torch.uint8, pin_memory=True)

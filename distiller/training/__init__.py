@@ -1,0 +1,1 @@
+"""The training loop and what it steps through: optimizer, guard against non-finite updates, timing, tracking."""

@@ -1,0 +1,319 @@
+"""The training loop. Source order is time order; everything it needs is in `Run`."""
+
+from __future__ import annotations
+
+import math
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader
+
+from distiller.checkpoint.format import Spent
+from distiller.checkpoint.resuming import latest_step
+from distiller.checkpoint.saving import Checkpoints
+from distiller.checkpoint.schedule import is_due, is_time
+from distiller.config.recipe import Recipe
+from distiller.data.loading import batches_of
+from distiller.data.order import UpdatePlan
+from distiller.distributed.ranks import Ranks
+from distiller.distributed.shutdown import NO_STOPS, Stops, signal_name
+from distiller.errors import AgreedError, CheckpointError, StoppedError
+from distiller.student_state.moving_average import MovingAverage
+from distiller.tasks.base import LossSum, Task
+from distiller.tasks.micro_batch import MicroBatch
+from distiller.teachers.base import Outputs, Teacher
+from distiller.training.buffer_rollback import KeptBuffers
+from distiller.training.ddp_buckets import has_buckets, leaving_no_trace
+from distiller.training.nonfinite_guard import Health, spoil
+from distiller.training.optim import learning_rate, set_learning_rate, step_unless
+from distiller.training.step_counts import Pulse
+from distiller.training.timing import StepTimer
+from distiller.training.tracking import GIB, Tracker, peak_flops
+
+
+@dataclass
+class Run:
+    """What the loop needs, built by `distiller.build`. `student` and `optimizer` are prepared; the teacher never is."""
+
+    recipe: Recipe
+    accelerator: Accelerator
+    engine: str
+    mixed_precision: str
+    plan: UpdatePlan
+    task: Task[Any, Any]
+    teacher: Teacher | None
+    placement: str
+    student: nn.Module
+    student_dtype: torch.dtype
+    student_parameters: int
+    optimizer: torch.optim.Optimizer
+    average: MovingAverage | None
+    loader: DataLoader[Any]
+    checkpoints: Checkpoints
+    tracker: Tracker
+    first_step: int
+    last_step: int
+    ranks: Ranks
+    skipped_steps: int
+    stages_s: float
+    quantization_error: float | None = None
+    started: float = field(default_factory=time.perf_counter)
+    """When this session began, by `time.perf_counter`."""
+    bytes_beside: int = 0
+    """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
+
+    @property
+    def live_teacher(self) -> Teacher | None:
+        """The teacher, where it can be asked about other inputs than the data's."""
+        return None if self.placement == "cached" else self.teacher
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the loop ends with: the last logged metrics, and what the session has taken.
+
+    Attributes:
+        lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
+    """
+
+    metrics: dict[str, Any]
+    spent: Spent
+    lost: CheckpointError | None = None
+
+
+def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
+    """Trains from `first_step` to `last_step`, of which there is at least one. StoppedError when a signal asks."""
+    task, accelerator, recipe = run.task, run.accelerator, run.recipe
+    loader, timer, metrics = batches_of(run.loader), StepTimer(accelerator.device), {}
+    if accelerator.device.type == "cuda":
+        # The peak is the loop's own: text encoder and rollout are gone by now.
+        torch.cuda.reset_peak_memory_stats(accelerator.device)
+    pulse = Pulse(accelerator)
+    health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
+    buffers = KeptBuffers(run.student)
+    saved_at, saved_step, is_overdue, lost = time.monotonic(), 0, False, None
+    for step in range(run.first_step, run.last_step + 1):
+        with timer.part("data"):
+            micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
+        micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
+        batches = [micro_batch.batch for micro_batch in micro_batches]
+        # Known before the first backward: under DeepSpeed that steps.
+        own_count = float(sum(task.count(batch) for batch in batches))
+        by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
+        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0, by_clock)
+        health.hear(heard.num_bad, heard.step - 1)
+        if heard.num_asked:
+            _stop(run, health, step - 1, stops.requested, _spent(run, timer))
+
+        with timer.part("teacher"):
+            targets = _ask_teacher(run, micro_batches)
+        if step == run.first_step:
+            _check_finite(run, targets)
+            _settle_buckets(run, batches[0], targets[0])
+
+        set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
+        with timer.part("student"):
+            pairs = zip(batches, targets, strict=True)
+            losses = [_forward_backward(run, batch, target, count) for batch, target in pairs]
+
+        with timer.part("optimizer"):
+            limit = recipe.optim.max_grad_norm or math.inf
+            gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
+            is_skipped = _step_if_finite(run, gradient_norm)
+            run.optimizer.zero_grad()
+            buffers.follow(is_skipped)
+            if run.average is not None:
+                run.average.update(is_skipped)
+        health.note(
+            step, [i for batch in batches for i in task.sample_ids(batch)], [loss.total for loss in losses], is_skipped
+        )
+
+        timer.end_step()
+        run.tracker.advance()
+        is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
+        # What was heard may have been said before the last save.
+        by_clock = heard.is_time and heard.step > saved_step
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, by_clock) or (is_overdue and step < run.last_step)
+        if is_logged:
+            metrics = {
+                "step": step,
+                "epoch": run.plan.epoch_of(step - 1),
+                "samples": step * run.plan.samples_per_update,
+                **_global_losses(run, losses, count),
+                "lr": rate,
+                "grad_norm": None if gradient_norm is None else float(gradient_norm),
+                "optim/loss_scale": _loss_scale(run),
+                "optim/skipped_steps": int(health.num_skipped),
+                **_performance(run, timer.read(), batches),
+            }
+            run.tracker.log(metrics)
+        if is_logged or is_saved:
+            health.settle()
+        # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
+        is_overdue = is_saved and not health.is_well
+        if is_saved and not is_overdue:
+            try:
+                is_last, spent = step == run.last_step, _spent(run, timer)
+                run.checkpoints.save(step, int(health.num_skipped), is_last, spent)
+            except CheckpointError as error:
+                lost = error
+            saved_at, saved_step = time.monotonic(), step
+        if is_logged:
+            timer.restart()
+    run.checkpoints.finish()
+    return Outcome(metrics, _spent(run, timer), lost)
+
+
+def _stop(run: Run, health: Health, step: int, requested: int, spent: Spent) -> NoReturn:
+    """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
+    signals = [number for number in run.ranks.gather(requested) if number]
+    health.settle()
+    when = f"at step {step}"
+    if step < run.first_step:
+        when = f"before step {run.first_step}"
+    else:
+        # A bad update was left out: student and moments are those of the update before, and `num_skipped` says why.
+        if not health.is_well:
+            when += ", which was left out"
+        run.checkpoints.finish()
+        if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
+            run.checkpoints.save(step, int(health.num_skipped), wait=True, spent=spent)
+    text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
+    raise StoppedError(text, min(signals), is_agreed=True)
+
+
+def _spent(run: Run, timer: StepTimer) -> Spent:
+    """What this session has taken so far."""
+    return Spent(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
+
+
+def _ask_teacher(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
+    if run.teacher is None:
+        return [None] * len(micro_batches)
+    return run.teacher.predict([micro_batch.request(run.task) for micro_batch in micro_batches])
+
+
+def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
+    """The teacher's first outputs are finite on every rank, or every rank stops. Communicates."""
+    names = sorted({name for outputs in targets for name in outputs or {}})
+    for name in names:
+        bad = sum((~torch.isfinite(outputs[name])).sum() for outputs in targets if outputs)
+        total = run.accelerator.reduce(torch.as_tensor(bad, dtype=torch.float32), "sum")
+        if float(total) > 0:  # type: ignore[arg-type]
+            raise AgreedError(f"the teacher's {name} is not finite; try teacher.dtype float32, or bfloat16 for float16")
+
+
+def _settle_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
+    """Under DDP a pass without effect, after which a resumed run adds gradients in an unbroken one's order."""
+    if has_buckets(run.student):
+        with leaving_no_trace(run.student, run.accelerator.device):
+            outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
+            (0.0 * run.task.loss(outputs, target, batch).total).backward()
+
+
+def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:
+    accelerator = run.accelerator
+    with accelerator.accumulate(run.student):
+        # Accelerate puts DDP's and FSDP1's forward under autocast, FSDP2's not; under DeepSpeed this does nothing.
+        with accelerator.autocast():
+            outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
+        loss = run.task.loss(outputs, target, batch)
+        # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
+        scale = spoil(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
+        accelerator.backward(loss.total / count * scale)
+    return LossSum(loss.total.detach(), loss.terms)
+
+
+def _whole(norm: Any) -> Any:
+    """The norm over all ranks: FSDP2's is each rank's part until it is asked for. Communicates under FSDP2."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _step_if_finite(run: Run, gradient_norm: Any) -> Tensor:
+    """The optimizer's step, but for an update whose gradient is not finite; 1 then, as a float32 scalar on the device.
+
+    DeepSpeed has stepped, or skipped, inside the last backward.
+    """
+    accelerator, device = run.accelerator, run.accelerator.device
+    if run.engine.startswith("deepspeed"):
+        return torch.full((), float(accelerator.optimizer_step_was_skipped), device=device)
+    if accelerator.scaler is not None:
+        # Fused AdamW is always called, so Accelerate's own flag never shows that it skipped.
+        scale = _loss_scale(run)
+        run.optimizer.step()
+        return torch.full((), float(_loss_scale(run) < scale), device=device)  # type: ignore[operator]
+    is_skipped = (~torch.isfinite(gradient_norm)).float().to(device, non_blocking=True)
+    step_unless(run.optimizer, is_skipped)  # type: ignore[arg-type]
+    return is_skipped
+
+
+def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[str, float]:
+    """Global means of the update, from its sums over micro-batches and ranks. Communicates."""
+    names = ["loss", *(f"loss/{name}" for name in losses[0].terms)]
+    columns = zip(*((loss.total, *loss.terms.values()) for loss in losses), strict=True)
+    sums = torch.stack([torch.stack(column).sum() for column in columns])
+    total = run.accelerator.reduce(sums, "sum")
+    assert isinstance(total, Tensor)
+    return dict(zip(names, (total / count).tolist(), strict=True))
+
+
+def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -> dict[str, float | None]:
+    """Time, throughput and memory; the slowest and fastest rank where they may differ. Communicates."""
+    device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
+    peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
+    memory = None if run.teacher is None else run.teacher.memory()
+    if memory is not None and on_gpu:
+        memory = replace(memory, gpu_bytes=memory.gpu_bytes + run.bytes_beside)
+    elif memory is not None:
+        memory = replace(memory, host_bytes=memory.host_bytes + run.bytes_beside * run.ranks.local_world_size)
+    teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
+    # Linux counts in KiB.
+    host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    mine = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
+    step_ms, gpu_gib, teachers_gib, hosts_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
+    step_s = max(step_ms) / 1e3
+    tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
+    under_deepspeed = run.engine.startswith("deepspeed")
+    return {
+        "perf/step_ms": sum(step_ms) / len(step_ms),
+        "perf/step_ms_min": min(step_ms),
+        "perf/step_ms_max": max(step_ms),
+        "perf/teacher_ms": None if run.teacher is None else times_ms["teacher"],
+        "perf/student_ms": times_ms["student"],
+        "perf/optimizer_ms": None if under_deepspeed else times_ms["optimizer"],
+        "perf/data_ms": times_ms["data"],
+        "perf/samples_per_s": run.plan.samples_per_update / step_s,
+        "perf/tokens_per_s": tokens / step_s,
+        "perf/mfu": _utilisation(run, tokens / step_s / run.accelerator.num_processes),
+        "memory/gpu_peak_gib": max(gpu_gib) if on_gpu else None,
+        "memory/gpu_peak_gib_min": min(gpu_gib) if on_gpu else None,
+        "memory/gpu_peak_gib_max": max(gpu_gib) if on_gpu else None,
+        "memory/teacher_gpu_gib": None if memory is None else max(teachers_gib),
+        "memory/teacher_gpu_gib_all_ranks": None if memory is None else sum(teachers_gib),
+        "memory/teacher_host_gib": None if memory is None else memory.host_bytes / GIB,
+        "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
+        "memory/host_peak_gib": max(hosts_gib),
+    }
+
+
+def _utilisation(run: Run, tokens_per_s: float) -> float | None:
+    """The student's model FLOPs (6 a parameter and token, Kaplan et al. 2020) over the GPU's peak, without teacher."""
+    peak = peak_flops(run.accelerator.device, run.mixed_precision)
+    return None if peak is None else 6 * run.student_parameters * tokens_per_s / peak
+
+
+def _loss_scale(run: Run) -> float | None:
+    if run.accelerator.scaler is not None:
+        return float(run.accelerator.scaler.get_scale())
+    if run.mixed_precision == "fp16" and run.engine.startswith("deepspeed"):
+        return float(run.student.optimizer.loss_scale)  # type: ignore[union-attr,arg-type]
+    return None

@@ -1,0 +1,117 @@
+"""What a run says about itself: metrics.jsonl, Accelerate's trackers, and one progress bar on rank 0."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from distiller.config.recipe import Recipe
+from distiller.storage.line_file import LineFile
+from distiller.training.trackers import Trackers
+
+METRICS_FILE = "metrics.jsonl"
+GIB = 2**30
+
+
+class Tracker:
+    """Rank 0 writes; on other ranks every method does nothing."""
+
+    def __init__(self, recipe: Recipe, accelerator: Accelerator, first_step: int, last_step: int) -> None:
+        self._accelerator, self._file = accelerator, LineFile(Path(recipe.output_dir) / METRICS_FILE)
+        self._is_terminal, self._last_step = sys.stderr.isatty(), last_step
+        self._bar: tqdm[Any] | None = None
+        self._trackers, self._first_step = Trackers(accelerator), first_step
+        if not accelerator.is_main_process:
+            return
+        _cut_back(self._file.path, first_step - 1)
+        self._bar = tqdm(
+            total=last_step,
+            initial=first_step - 1,
+            desc="train",
+            unit="step",
+            dynamic_ncols=True,
+            # In a log file each redraw would be a line; there the logged steps say how long it still takes.
+            disable=not self._is_terminal,
+        )
+
+    def start_trackers(self, recipe: Recipe) -> None:
+        """Opens the trackers that the recipe names, as a part of what earlier sessions have handed to them."""
+        if recipe.tracking.trackers:
+            self._trackers.start(recipe, self._first_step)
+
+    def advance(self) -> None:
+        """Moves the bar by one step."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def log(self, metrics: dict[str, Any]) -> None:
+        """Appends one line to metrics.jsonl, hands the numbers to the trackers and shows the main ones."""
+        if self._bar is None:
+            return
+        # JSON has no infinity: an fp16 overflow's gradient norm is null.
+        finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in metrics.items()}
+        self._file.append(json.dumps(finite, allow_nan=False) + "\n")
+        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
+        self._trackers.log(numbers, metrics["step"])
+        shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
+        if self._is_terminal:
+            self._bar.set_postfix_str(shown)
+        else:
+            left_s = (self._last_step - metrics["step"]) * metrics["perf/step_ms"] / 1e3
+            left = tqdm.format_interval(left_s)
+            print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
+
+    def close_bar(self) -> None:
+        """Leaves the bar's line, so that what is said next begins one."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def close(self) -> None:
+        """Closes the bar and the trackers."""
+        self.close_bar()
+        self._accelerator.end_training()
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """Dense 16-bit peak of the GPU's matrix units, FLOP/s, from the vendors' data sheets; None if unknown."""
+    if device.type != "cuda" or precision == "no":
+        return None
+    name = torch.cuda.get_device_name(device)
+    sheet = {
+        "H200": 989e12,
+        "H100": 989e12,
+        "A100": 312e12,
+        "L40S": 362e12,
+        "L4": 121e12,
+        "4090": 165e12,
+        "V100": 125e12,
+    }
+    return next((value for mark, value in sheet.items() if mark in name), None)
+
+
+def last_metrics(run_dir: Path) -> dict[str, Any]:
+    """The newest line of a run's metrics.jsonl."""
+    return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
+
+
+def _cut_back(file: Path, last_step: int) -> None:
+    """Drops what lies behind the checkpoint's step, and a torn last line."""
+    if not file.is_file():
+        return
+    kept: list[str] = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            if json.loads(line)["step"] <= last_step:
+                kept.append(line + "\n")
+        except (ValueError, KeyError, TypeError):
+            continue
+    temporary = file.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(file)
