@@ -26,7 +26,7 @@ from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.distributed.devices import quiet_libraries, teacher_dtype
-from distiller.distributed.process import settle_loader_worker, world_size
+from distiller.distributed.process import initialize_loader_worker, world_size
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError, UserError
 from distiller.launch.accelerator import open_world, resolve_accumulation
@@ -49,7 +49,7 @@ from distiller.tasks.base import Task, line_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
-from distiller.teachers.factory import decide
+from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.training.loop import Run
@@ -117,12 +117,12 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    beside = task.bytes_beside(dtype)
+    beside = task.replicated_head_bytes(dtype)
     reserved = gpu_bytes(size, recipe, world) + beside, host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     is_cached = recipe.teacher.placement == "cached"
     if task.needs_live_teacher and not is_cached:
-        setup = decide(task.network, setup)
+        setup = resolve_placement(task.network, setup)
     check_same_data(task, ranks)
     identity = Identity(
         engine=world.engine,
@@ -161,7 +161,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
-            setup = decide(task.network, setup)
+            setup = resolve_placement(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
     setup.ranks.wait()
@@ -204,7 +204,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         num_workers=recipe.train.num_workers,
         pin_memory=accelerator.device.type == "cuda",
         persistent_workers=False,
-        worker_init_fn=settle_loader_worker,
+        worker_init_fn=initialize_loader_worker,
         prefetch_factor=2 if recipe.train.num_workers else None,
     )
     tracker = ranks.all_succeed(lambda: Tracker(recipe, accelerator, done + 1, last_step))
@@ -232,7 +232,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         stages_s=stages_s,
         started=began,
         quantization_error=quantization_error,
-        bytes_beside=beside,
+        replicated_head_bytes=beside,
     )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from distiller import __version__
 from distiller.distributed.importing import collections_paused
 from distiller.distributed.process import end_loader_processes, is_main_process, prepare_environment, rank
-from distiller.distributed.rank_failure import is_loss_of_ranks, leave_reason, loss_of_ranks, speaks_first
+from distiller.distributed.rank_failure import describe_lost_ranks, is_lost_rank_error, reports_first, write_error_file
 from distiller.distributed.rendezvous import is_first_machine, refuse_mpi, report_failure
 from distiller.distributed.shutdown import Stops
 from distiller.errors import (
@@ -64,10 +64,10 @@ def guarded(command: Callable[[Stops], None]) -> int:
         return complain(error, EXIT_SIGNALLED + error.signal_number)
     except RuntimeError as error:
         stops.defer()
-        if not is_loss_of_ranks(error):
+        if not is_lost_rank_error(error):
             _leave_bug(error)
             raise
-        return complain(RunError(loss_of_ranks(str(error).splitlines()[0])), EXIT_FAILED)
+        return complain(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     except KeyboardInterrupt:
         # Commands that write nothing which goes on, and the imports of the others, do not listen for signals.
         stopped = StoppedError("stopped by SIGINT; start it again", signal.SIGINT, is_agreed=False)
@@ -98,7 +98,7 @@ def complain(error: BaseException, code: int) -> int:
     reason = named if is_own and not _is_agreed(error) else plain
     if _speaks(error, reason):
         print(named if is_own and not is_main_process() else plain, file=sys.stderr, flush=True)
-    leave_reason(reason, is_own=isinstance(error, OwnUserError))
+    write_error_file(reason, is_own=isinstance(error, OwnUserError))
     return code
 
 
@@ -113,7 +113,7 @@ def _is_agreed(error: BaseException) -> bool:
 
 
 def _speaks(error: BaseException, reason: str) -> bool:
-    is_first = speaks_first(reason)
+    is_first = reports_first(reason)
     if isinstance(error, OwnUserError | SilentUserError):
         return isinstance(error, OwnUserError)
     return is_main_process() if _is_agreed(error) else is_first
@@ -122,8 +122,8 @@ def _speaks(error: BaseException, reason: str) -> bool:
 def _leave_bug(error: BaseException) -> None:
     """For an error without a message of ours, whose traceback follows."""
     reason = f"distiller, rank {rank()}: {type(error).__name__}: {one_line(error)}"
-    speaks_first(reason)
-    leave_reason(reason, is_own=False)
+    reports_first(reason)
+    write_error_file(reason, is_own=False)
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:

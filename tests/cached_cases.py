@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from distiller.cache.filling import Batching, Filling
 from distiller.cache.layout import Layout
 from distiller.cache.shards import Shard, write_shard
+from distiller.cache.writing import Batching, CacheWriter
 from distiller.distributed.ranks import Ranks
 from distiller.tasks.base import Task
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
@@ -51,7 +51,7 @@ def fill_cache(folder: Path, task: Task[Any, Any], teacher: Teacher, batch_size:
     folder.mkdir(parents=True, exist_ok=True)
     ranks = Ranks.join(device)
     layout = Layout(num_samples=16, draws=1, per_shard=8, seed=0)
-    filling = Filling(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
+    filling = CacheWriter(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
     ranks.wait()
     filling.fill(layout, filling.missing(layout))
     return layout

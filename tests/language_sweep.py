@@ -31,7 +31,7 @@ from distiller.errors import UserError
 from distiller.language.batch import LanguageBatch, collate
 from distiller.language.behaviour_probe import MOST_PARAMETERS, small_config
 from distiller.language.continuing import teachers_hidden
-from distiller.language.model_spec import Anatomy, new_model
+from distiller.language.model_spec import ModelSpec, new_model
 from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm
 
@@ -106,7 +106,7 @@ def sweep(kind: str, folder: Path) -> Row:
     except Exception as error:
         return Row(kind, refusal=f"no small model: {' '.join(str(error).split())}")
     try:
-        anatomy = Anatomy(copy.deepcopy(config), False, kind)
+        anatomy = ModelSpec(copy.deepcopy(config), False, kind)
     except UserError as error:
         return Row(kind, refusal=str(error).removeprefix(f"{kind}: "))
     return sweep_config(kind, config if kind in SMALL_ALREADY else small_config(anatomy), folder)

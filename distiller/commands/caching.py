@@ -16,11 +16,11 @@ from torch.utils.data import Dataset
 
 from distiller import __version__
 from distiller.build import check_run, check_same_data, epochs_of, last_step_of, plan_updates
-from distiller.cache.filling import Batching, Filling, Measured, check_room, claim, plan_layout
 from distiller.cache.key import content_key
 from distiller.cache.layout import Layout, evenly, shard_name
 from distiller.cache.manifest import MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.shards import remove_partial
+from distiller.cache.writing import Batching, CacheWriter, Measured, check_room, claim, plan_layout
 from distiller.config.recipe import Recipe
 from distiller.data.rng import sample_order
 from distiller.distributed.devices import teacher_dtype
@@ -37,7 +37,7 @@ from distiller.storage.stage_folders import CACHED_STAGES
 from distiller.tasks.base import Task, line_of
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup, Teacher
-from distiller.teachers.factory import decide
+from distiller.teachers.factory import resolve_placement
 
 COMPARED = 8192
 """Counted tokens, over which forms are compared."""
@@ -68,7 +68,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         accelerator.print(line_of(notice))
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
-    setup = decide(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
+    setup = resolve_placement(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
     check_same_data(task, ranks)
     is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
     check_shared_stages(recipe, is_missing, ranks)
@@ -96,7 +96,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         accelerator.end_training()
         return
     batching = Batching(recipe.train.batch_size, world.accumulation_steps, recipe.train.num_workers)
-    filling = Filling(folder, task, teacher, data, batching, ranks)
+    filling = CacheWriter(folder, task, teacher, data, batching, ranks)
     measured = filling.measure()
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)
     per_shard = evenly(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)

@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 from distiller.config.teacher import Teacher
-from distiller.storage.stage_folders import CACHED_STAGES, StagePlaces
+from distiller.storage.stage_folders import CACHED_STAGES, StageFolders
 
 
 class TaskOptions(Section):
@@ -190,10 +190,10 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     tracking: Tracking = Tracking()
 
     @property
-    def stages_dir(self) -> StagePlaces:
+    def stages_dir(self) -> StageFolders:
         """Where the keyed files of the stages before the loop lie."""
         own = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
-        return StagePlaces(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
+        return StageFolders(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
 
     @property
     def stage_updates(self) -> int | None:

@@ -24,7 +24,7 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.diffusion.text import TextStore, answers_key
-from distiller.distributed.liveness import RollCall
+from distiller.distributed.liveness import LivenessBarrier
 from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
@@ -149,9 +149,9 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     ) as bar:
-        others = RollCall(ranks)
+        others = LivenessBarrier(ranks)
         for turn in range(rounds):
-            others.answer()
+            others.arrive()
             mine = turn * ranks.world_size + ranks.rank
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
             number = missing[min(mine, len(missing) - 1)]

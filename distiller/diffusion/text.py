@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
 from distiller.diffusion.shards import missing_shards, save_whole
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 2
@@ -25,7 +25,7 @@ BATCH_PROMPTS = 64
 
 
 def text_stage(
-    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, places: Path | StagePlaces
+    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, places: Path | StageFolders
 ) -> Stage:
     """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
     key: dict[str, Any] = {

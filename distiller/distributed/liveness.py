@@ -10,7 +10,7 @@ from distiller.distributed.ranks import Ranks
 
 
 @final
-class RollCall:
+class LivenessBarrier:
     """Barriers that nobody waits for: one of them fails as soon as a rank that has not come to it is dead.
 
     For work that every rank does in as many pieces, which may be files of its own: without it the others would find
@@ -20,7 +20,7 @@ class RollCall:
     def __init__(self, ranks: Ranks) -> None:
         self._group, self._open = ranks.everyone, list[dist.Work]()
 
-    def answer(self) -> None:
+    def arrive(self) -> None:
         """Every rank calls it before each piece. The library's RuntimeError where a rank is dead. Communicates."""
         if self._group is None:
             return

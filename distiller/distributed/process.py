@@ -53,7 +53,7 @@ def launcher_arguments() -> list[str] | None:
     return None
 
 
-def heed_launcher() -> None:
+def signal_when_launcher_dies() -> None:
     """Asks the kernel to send `PARENT_GONE` to this process when the launcher that started it dies.
 
     torch's elastic agent starts ranks in sessions of their own, and a launcher of one process forwards nothing: after
@@ -67,7 +67,7 @@ def heed_launcher() -> None:
             os.kill(os.getpid(), PARENT_GONE)
 
 
-def settle_loader_worker(worker: int) -> None:
+def initialize_loader_worker(worker: int) -> None:
     """Makes a loader process live exactly as long as its rank; the first thing that it runs.
 
     A signal to the whole process group is the rank's business: it still needs its loader for the update under way.

@@ -36,7 +36,7 @@ def _rank_of(process: psutil.Process) -> int | None:
         return None
 
 
-def loss_of_ranks(detail: str) -> str:
+def describe_lost_ranks(detail: str) -> str:
     """One sentence on ranks that do not answer; `detail` is what the library said."""
     missing = missing_ranks()
     if missing:
@@ -45,14 +45,14 @@ def loss_of_ranks(detail: str) -> str:
     return f"the ranks lost each other ({detail}); look at what the other ranks said, then continue with --resume"
 
 
-def is_loss_of_ranks(error: BaseException) -> bool:
+def is_lost_rank_error(error: BaseException) -> bool:
     """Whether a collective failed because of another rank: torch's own errors, and gloo's, which have no type."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def speaks_first(reason: str) -> bool:
+def reports_first(reason: str) -> bool:
     """Whether this is the first of the machine's ranks that has something to say; True once, on one of them.
 
     When a rank fails the others follow, with errors that only repeat it. They share a mark beside the files that
@@ -75,7 +75,7 @@ def speaks_first(reason: str) -> bool:
     return True
 
 
-def leave_reason(reason: str, is_own: bool) -> None:
+def write_error_file(reason: str, is_own: bool) -> None:
     """Writes why this rank ends into the file where torch's agent looks for it, and prints it, as its last lines.
 
     The agent shows the rank that ended first, by whole seconds: ranks that followed another one give its reason.

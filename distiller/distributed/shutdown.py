@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from distiller.distributed.process import PARENT_GONE, STOP_SIGNALS, heed_launcher, is_main_process, rank
-from distiller.distributed.rank_failure import leave_reason, loss_of_ranks, missing_ranks, speaks_first
+from distiller.distributed.process import PARENT_GONE, STOP_SIGNALS, is_main_process, rank, signal_when_launcher_dies
+from distiller.distributed.rank_failure import describe_lost_ranks, missing_ranks, reports_first, write_error_file
 from distiller.errors import StoppedError
 
 GRACE_S = 25.0
@@ -51,7 +51,7 @@ class Stops:
         self._wakeup = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
-        heed_launcher()
+        signal_when_launcher_dies()
 
     def close(self) -> None:
         """Gives the signals back."""
@@ -112,14 +112,14 @@ class Stops:
     def _end(self, why: str) -> None:
         """Ends the process from the thread, whatever the main thread waits for."""
         if missing_ranks():
-            text = loss_of_ranks("")
+            text = describe_lost_ranks("")
         else:
             text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
         reason = f"distiller, rank {rank()}: {text}"
-        if speaks_first(reason):
+        if reports_first(reason):
             who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
             print(f"{who}: {text}", file=sys.stderr, flush=True)
-        leave_reason(reason, is_own=False)
+        write_error_file(reason, is_own=False)
         os._exit(128 + self.requested)
 
 

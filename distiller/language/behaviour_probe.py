@@ -14,7 +14,7 @@ from torch import Tensor
 from distiller.errors import UserError
 from distiller.language.layers import keep_layers
 from distiller.language.logits import change_of, suspicious_keys
-from distiller.language.model_spec import Anatomy, new_model
+from distiller.language.model_spec import ModelSpec, new_model
 
 JOINING_TYPES = frozenset(
     [
@@ -97,7 +97,7 @@ class Behaviour:
     has_known_logits: bool
 
 
-def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
+def check_behaviour(anatomy: ModelSpec, origin: str, packs: bool) -> None:
     """Raises UserError, which `origin` begins, for a model that this task's loss or batches do not fit.
 
     Args:
@@ -133,7 +133,7 @@ def check_behaviour(anatomy: Anatomy, origin: str, packs: bool) -> None:
         )
 
 
-def observe(anatomy: Anatomy) -> Behaviour | None:
+def observe(anatomy: ModelSpec) -> Behaviour | None:
     """Runs the small model, on the CPU in float32; None where there is none. The random state is left as it was."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
@@ -144,7 +144,7 @@ def observe(anatomy: Anatomy) -> Behaviour | None:
         return None
 
 
-def small_config(anatomy: Anatomy) -> Any:
+def small_config(anatomy: ModelSpec) -> Any:
     """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
     config, num_blocks = copy.deepcopy(anatomy.config), anatomy.num_blocks_of_all_kinds
     values = config.to_dict()

@@ -17,7 +17,7 @@ from distiller.language.divergences import (
     SkewedKL,
     SkewedReverseKL,
 )
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from distiller.language.objective import Objective
 
 
@@ -37,7 +37,7 @@ def divergence_of(loss: DivergenceLoss) -> Divergence:
     return ForwardKL() if loss.kind == "forward_kl" else ReverseKL()
 
 
-def check_feature_blocks(features: FeatureLoss, teacher: Anatomy, student: Anatomy) -> None:
+def check_feature_blocks(features: FeatureLoss, teacher: ModelSpec, student: ModelSpec) -> None:
     """Matched blocks exist."""
     for key, numbers, count in (
         ("student_blocks", features.student_blocks, student.num_blocks),
@@ -51,7 +51,7 @@ def check_feature_blocks(features: FeatureLoss, teacher: Anatomy, student: Anato
                 )
 
 
-def check_lengths(data: LanguageData, teacher: Anatomy, student: Anatomy) -> None:
+def check_lengths(data: LanguageData, teacher: ModelSpec, student: ModelSpec) -> None:
     """Rows, padding included, are not longer than either model can read."""
     longest = padded_length(data.max_length)
     padding = f" ({longest} with padding)" if longest > data.max_length else ""
@@ -85,7 +85,7 @@ def tokenised_prompts(prompts: Sequence[str], tokenizer: Any, vocabulary: int) -
 
 
 def check_continuations(
-    beginnings: Sequence[Sequence[int]], max_new_tokens: int, teacher: Anatomy, student: Anatomy
+    beginnings: Sequence[Sequence[int]], max_new_tokens: int, teacher: ModelSpec, student: ModelSpec
 ) -> None:
     """Both models can read every beginning with what they go on with."""
     longest = max(map(len, beginnings), default=0)

@@ -18,7 +18,7 @@ from distiller.language.divergences import SparseTarget
 from distiller.language.logits import Head
 from distiller.language.objective import Objective
 from distiller.language.stored import StoredForm, target_of
-from distiller.language.trained import LanguageStudent, Lesson
+from distiller.language.trained import LanguageStudent, LossInputs
 from distiller.teachers.base import Outputs
 
 
@@ -113,7 +113,7 @@ def _measure(
     values = []
     for batch, target in zip(batches, targets, strict=True):
         rows = batch.batch
-        lesson = Lesson(rows.input_ids, rows.position_ids, rows.labels.flatten(), batch.counts, target, ())
+        lesson = LossInputs(rows.input_ids, rows.position_ids, rows.labels.flatten(), batch.counts, target, ())
         student(lesson).loss.backward()
         values.append(_values(student, objective, lesson))
     gradients = [parameter.grad for parameter in student.parameters() if parameter.grad is not None]
@@ -121,7 +121,7 @@ def _measure(
 
 
 @torch.no_grad()
-def _values(student: LanguageStudent, objective: Objective, lesson: Lesson) -> Tensor:
+def _values(student: LanguageStudent, objective: Objective, lesson: LossInputs) -> Tensor:
     body = student.model.base_model
     hidden = body(input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)

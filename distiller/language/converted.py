@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from distiller.storage.saved_model import transformers_files
 from distiller.storage.stages import Stage, digest_files
 from distiller.storage.weight_files import StoredTensor, read_header
@@ -36,7 +36,7 @@ def headers_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def reads_directly(anatomy: Anatomy, stored: Iterable[str]) -> bool:
+def reads_directly(anatomy: ModelSpec, stored: Iterable[str]) -> bool:
     """Whether files with these tensors hold the module's own, under whatever names."""
     names = set()
     for name in stored:
@@ -46,7 +46,7 @@ def reads_directly(anatomy: Anatomy, stored: Iterable[str]) -> bool:
     return names >= anatomy.shapes.keys() - anatomy.tied_names
 
 
-def check_stored(anatomy: Anatomy, folder: Path, stored: Mapping[str, StoredTensor], origin: str) -> None:
+def check_stored(anatomy: ModelSpec, folder: Path, stored: Mapping[str, StoredTensor], origin: str) -> None:
     """Raises UserError where weights and config.json do not belong together, by the headers of the files.
 
     What the library ignores is left out without a word, and what it does not know outside of the blocks (another head)
@@ -78,7 +78,9 @@ def check_stored(anatomy: Anatomy, folder: Path, stored: Mapping[str, StoredTens
         )
 
 
-def converted_files(anatomy: Anatomy, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str) -> list[Path]:
+def converted_files(
+    anatomy: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str
+) -> list[Path]:
     """The module's tensors in a keyed folder, made once.
 
     Does not communicate: of processes that want the same folder, one makes it and the others wait for its lock. That
@@ -108,7 +110,7 @@ def converted_files(anatomy: Anatomy, folder: Path, files: Sequence[Path], stage
     return transformers_files(stage.folder, origin)
 
 
-def stored_dtype(anatomy: Anatomy, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+def stored_dtype(anatomy: ModelSpec, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """One that holds all floating-point tensors without rounding, but for those that the library keeps in float32."""
     for dtype in (torch.bfloat16, torch.float16):
         kept = anatomy.kept_in_float32(dtype)
@@ -123,7 +125,7 @@ def stored_dtype(anatomy: Anatomy, stored: Mapping[str, StoredTensor]) -> torch.
     return torch.float32
 
 
-def _read(anatomy: Anatomy, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def _read(anatomy: ModelSpec, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     unset_hf_deepspeed_config()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

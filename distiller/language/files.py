@@ -16,12 +16,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from distiller.errors import UserError
 from distiller.language.converted import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.gguf import GgufModel
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from distiller.language.tying import tied_as_stored
 from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id, stored_names
 from distiller.storage.packaged_files import find_model_file, looked_for
 from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """What is read of a repository before its weights."""
@@ -43,7 +43,7 @@ class LanguageFiles:
 
     origin: str
     root: Path
-    anatomy: Anatomy
+    anatomy: ModelSpec
     tokenizer: Any
     fetch: Callable[[], Path]
     stages_dir: Path
@@ -69,7 +69,7 @@ def find_model(
     path: str,
     revision: str | None,
     subfolder: str | None,
-    stages_dir: Path | StagePlaces,
+    stages_dir: Path | StageFolders,
     trusts_code: bool,
 ) -> LanguageFiles:
     """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
@@ -90,7 +90,7 @@ def find_model(
         tokenizer = read_tokenizer(gguf.description, trusts_code)
         # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
         fetch = partial(gguf.convert, is_maker=True)
-        anatomy = Anatomy(config, trusts_code, origin)
+        anatomy = ModelSpec(config, trusts_code, origin)
         return LanguageFiles(origin, gguf.description, anatomy, tokenizer, fetch, stages_dir)
     inside, is_folder = f"{subfolder}/" if subfolder else "", os.path.isdir(local)
     if is_folder:
@@ -109,7 +109,7 @@ def find_model(
         def fetch() -> Path:
             return download(section, path, revision, [f"{inside}*.safetensors", f"{inside}*.json"]) / inside
 
-    anatomy = Anatomy(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
+    anatomy = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
     if is_folder:
         headers = headers_of(transformers_files(root, origin))

@@ -25,7 +25,7 @@ from distiller.errors import RunError, UserError
 from distiller.language.gguf_metadata import apply_metadata
 from distiller.language.gguf_rope import FACTOR_TENSORS
 from distiller.language.gguf_tensors import check_tensors, has_own_output, tensors_of
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_files
 
 FORMAT = 2
@@ -50,7 +50,7 @@ class GgufModel:
         description: the folder with config.json and the tokenizer's files.
     """
 
-    def __init__(self, file: Path, stages_dir: Path | StagePlaces) -> None:
+    def __init__(self, file: Path, stages_dir: Path | StageFolders) -> None:
         """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
         if importlib.util.find_spec("gguf") is None:
             raise UserError(f"{file} needs the package gguf to be read; pip install gguf")

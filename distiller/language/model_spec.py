@@ -24,7 +24,7 @@ LARGE = 2**24
 
 
 @final
-class Anatomy:
+class ModelSpec:
     """Where things are in the models of one config. Holds no weights.
 
     Attributes:

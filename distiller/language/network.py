@@ -39,7 +39,7 @@ class LanguageNetwork(Network):
         # A tokenizer may have ids that a model has no place for: of pictures, or a padding token added afterwards.
         shared = min(anatomy.vocabulary, student_vocabulary or anatomy.vocabulary)
         self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
-        self.parameters_beside = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
+        self.num_replicated_head_parameters = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         return self._files.anatomy.body_skeleton(dtype)

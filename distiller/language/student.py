@@ -19,9 +19,9 @@ from distiller.errors import UserError
 from distiller.language.files import LanguageFiles, find_model, read_config
 from distiller.language.layers import keep_layers
 from distiller.language.logits import TokenIds
-from distiller.language.model_spec import Anatomy, new_model
+from distiller.language.model_spec import ModelSpec, new_model
 from distiller.storage.packaged_files import local_path
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.weight_files import WeightFiles
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
@@ -48,7 +48,7 @@ class StudentModel:
         self,
         options: LanguageStudent,
         teacher: LanguageFiles,
-        stages_dir: Path | StagePlaces,
+        stages_dir: Path | StageFolders,
         trusts_code: bool,
         seed: int,
     ) -> None:
@@ -64,7 +64,7 @@ class StudentModel:
         else:
             config, self.origin = cut_config(options, teacher), "student"
         self.dropout = _without_dropout(config)
-        self.anatomy = Anatomy(config, trusts_code, self.origin)
+        self.anatomy = ModelSpec(config, trusts_code, self.origin)
 
     def skeleton(self) -> Any:
         """The model on the meta device."""

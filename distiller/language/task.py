@@ -42,7 +42,7 @@ from distiller.language.sparse import SparseForm
 from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.text import documents_of, open_corpus
-from distiller.language.trained import LanguageStudent, Lesson, LessonSums
+from distiller.language.trained import LanguageStudent, LessonSums, LossInputs
 from distiller.language.vocabulary import check_same_tokens, other_reading, vocabulary_notices
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum, Task
@@ -136,7 +136,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         with torch.device("meta"):
             return self._with_projections(self._student.skeleton())
 
-    def bytes_beside(self, dtype: torch.dtype) -> int:
+    def replicated_head_bytes(self, dtype: torch.dtype) -> int:
         return self.network.head_bytes(dtype) if self._reads_head else 0
 
     @property
@@ -235,7 +235,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             target = target_of(teacher_outputs, self._head, self.network.ids.size)
         features = tuple(teacher_outputs[name].flatten(0, 1) for name in self._feature_names) if teacher_outputs else ()
         labels = rows.labels.flatten()
-        return {"lesson": Lesson(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
+        return {"lesson": LossInputs(rows.input_ids, rows.position_ids, labels, batch.counts, target, features)}
 
     def loss(self, student_outputs: LessonSums, teacher_outputs: Outputs | None, batch: CountedBatch) -> LossSum:
         losses, sums = self._task.losses, LessonSums(*student_outputs)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from distiller.errors import UserError
 from distiller.language.text import Corpus, documents_of
 from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
-from distiller.storage.growing_tensors import RawColumns
+from distiller.storage.growing_tensors import GrowingTensors
 from distiller.storage.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
@@ -36,7 +36,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
     Raises UserError for what is wrong with a document, and for a corpus without any.
     """
     try:
-        with RawColumns(stage.partial) as columns:
+        with GrowingTensors(stage.partial) as columns:
             about = _append(columns, tokenizer.tokenise(documents_of(corpus, max_samples)))
             save_file(columns.mapped() | about, stage.partial / TOKENS_FILE)
     except BaseException:
@@ -46,7 +46,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
     stage.finish()
 
 
-def _append(columns: RawColumns, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
+def _append(columns: GrowingTensors, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
     """Adds the documents' tokens, and returns what is known of each document."""
     lengths, first_learnt, has_prompt = array("q"), array("q"), array("b")
     for document in tqdm(documents, desc="tokenise", unit="document", dynamic_ncols=True, leave=False):

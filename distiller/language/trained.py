@@ -19,7 +19,7 @@ from distiller.tasks.student_module import TrainedStudent
 
 @final
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class LossInputs:
     """One micro-batch's input, and what the student is compared with.
 
     An object of its own, and no tensors among the arguments: engines cast those and move them to the GPU, where finding
@@ -74,7 +74,7 @@ class ComparingOutput(nn.Linear):
         return Head(self.weight, self.bias, self._change, self._ids)
 
     @torch.compiler.disable
-    def forward(self, hidden: Tensor, lesson: Lesson) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, lesson: LossInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Loss, divergence, cross-entropy and unused ids of hidden states [B, L, H]: sums over tokens that count."""
         sums = chunked_loss(
             hidden.flatten(0, 1),
@@ -116,7 +116,7 @@ class LanguageStudent(TrainedStudent):
             torch.manual_seed(seed + 1)
             self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in feature_blocks)
 
-    def forward(self, lesson: Lesson) -> LessonSums:
+    def forward(self, lesson: LossInputs) -> LessonSums:
         """Runs the model and compares it with the teacher."""
         body = self.model.base_model
         with capture_outputs([(name, body.get_submodule(name)) for name in self._blocks]) as captured:

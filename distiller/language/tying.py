@@ -11,11 +11,13 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from distiller.storage.weight_files import WeightFiles
 
 
-def tied_as_stored(anatomy: Anatomy, stored: Collection[str], files: Callable[[], list[Path]], origin: str) -> Anatomy:
+def tied_as_stored(
+    anatomy: ModelSpec, stored: Collection[str], files: Callable[[], list[Path]], origin: str
+) -> ModelSpec:
     """The model as its files have it: the same, or one whose config does not tie.
 
     Args:
@@ -42,11 +44,11 @@ def tied_as_stored(anatomy: Anatomy, stored: Collection[str], files: Callable[[]
     return without_tie(anatomy, origin)
 
 
-def without_tie(anatomy: Anatomy, origin: str) -> Anatomy:
+def without_tie(anatomy: ModelSpec, origin: str) -> ModelSpec:
     """The model with two matrices. Raises UserError where its class has one whatever the config says."""
     config = copy.deepcopy(anatomy.config)
     config.tie_word_embeddings = False
-    untied = Anatomy(config, anatomy.trusts_code, origin)
+    untied = ModelSpec(config, anatomy.trusts_code, origin)
     if untied.is_tied:
         raise UserError(
             f"{origin}: its files hold {anatomy.head_names[0]} beside another {anatomy.head_names[1]}, and its class "

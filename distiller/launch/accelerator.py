@@ -28,7 +28,7 @@ from distiller.launch.checks import check_gpus, check_launcher, check_precision,
 from distiller.launch.compile import check_compile, dynamo_plugin
 from distiller.launch.deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
 from distiller.launch.fsdp import FsdpLaunch, fsdp_plugin, launched_fsdp, shard_on_cpu
-from distiller.launch.rank_agreement import terms_of
+from distiller.launch.rank_agreement import config_to_compare
 from distiller.launch.request import LaunchRequest, requested_launch
 
 
@@ -80,7 +80,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     choose_interface()
-    meet(terms_of(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
+    meet(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,

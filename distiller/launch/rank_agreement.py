@@ -13,7 +13,7 @@ from distiller.config.sections import flatten
 PACKAGES = ("distiller", "torch", "accelerate", "deepspeed", "diffusers", "transformers")
 
 
-def terms_of(recipe: Recipe, launch: Mapping[str, Any]) -> dict[str, Any]:
+def config_to_compare(recipe: Recipe, launch: Mapping[str, Any]) -> dict[str, Any]:
     """For JSON, by the names that messages give it; not where files lie on a machine.
 
     Of the data the content is compared elsewhere, of teacher and student it is not.

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @final
-class RawColumns:
+class GrowingTensors:
     """Appends rows to one file a name in a folder, and maps them in the end. Closed, and the files gone, by `with`."""
 
     def __init__(self, folder: Path) -> None:
@@ -22,7 +22,7 @@ class RawColumns:
         self._kinds: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._counts: dict[str, int] = {}
 
-    def __enter__(self) -> RawColumns:
+    def __enter__(self) -> GrowingTensors:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -12,7 +12,7 @@ CACHED_STAGES = "stages"
 
 @final
 @dataclass(frozen=True)
-class StagePlaces:
+class StageFolders:
     """The run's own folder of stages, and another one whose finished stages are read where the own one has none.
 
     Attributes:

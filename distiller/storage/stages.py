@@ -23,7 +23,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.content_digests import content_digest
 from distiller.storage.file_modes import follow_umask
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 
 KEY_FILE = "key.json"
 
@@ -34,13 +34,13 @@ class Stage:
 
     name: str
     key: Mapping[str, Any]
-    places: Path | StagePlaces
+    places: Path | StageFolders
 
     @property
     def folder(self) -> Path:
         """The complete result, or where it will be."""
         own = self._own_parent / self._folder_name
-        if isinstance(self.places, StagePlaces) and self.places.cached is not None and not _is_finished(own):
+        if isinstance(self.places, StageFolders) and self.places.cached is not None and not _is_finished(own):
             cached = self.places.cached / self._folder_name
             return cached if _is_finished(cached) else own
         return own
@@ -66,7 +66,7 @@ class Stage:
 
     @property
     def _own_parent(self) -> Path:
-        return self.places.own if isinstance(self.places, StagePlaces) else self.places
+        return self.places.own if isinstance(self.places, StageFolders) else self.places
 
     @property
     def _folder_name(self) -> str:

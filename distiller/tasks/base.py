@@ -115,7 +115,7 @@ class Task(ABC, Generic[BatchT, NetworkT]):
     def student_skeleton(self) -> TrainedStudent:
         """What is trained, on the meta device, from descriptions alone."""
 
-    def bytes_beside(self, dtype: torch.dtype) -> int:
+    def replicated_head_bytes(self, dtype: torch.dtype) -> int:
         """Of the teacher's weights, what every rank holds on its device itself, wherever the teacher is.
 
         `dtype` is the teacher's. Reads no weights.

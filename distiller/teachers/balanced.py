@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_map.maps import balanced_map
-from distiller.teachers.device_map.teacher import SpreadTeacher
+from distiller.teachers.device_map.teacher import DeviceMapTeacher
 
 
-class BalancedTeacher(SpreadTeacher):
+class BalancedTeacher(DeviceMapTeacher):
     """Shares as Accelerate balances them, between blocks. Every rank sends its own requests through all GPUs.
 
     There the ranks take turns, so all of a node call `predict` equally often; `close` communicates.

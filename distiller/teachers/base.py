@@ -64,7 +64,7 @@ class Network(ABC):
     rename: Rename | None = None
     """Set where tensors have other names in the files than in the modules, or where the files hold more than these."""
 
-    parameters_beside: int = 0
+    num_replicated_head_parameters: int = 0
     """Parameters of the model that are in none of the modules: those that the task holds itself."""
 
     @abstractmethod
@@ -96,7 +96,7 @@ class Network(ABC):
         """Parameters of all modules and beside them, without reading weights."""
         modules = (self.skeleton(name, torch.float32) for name in self.module_names)
         inside = sum(parameter.numel() for module in modules for parameter in module.parameters())
-        return inside + self.parameters_beside
+        return inside + self.num_replicated_head_parameters
 
 
 @dataclass
@@ -152,14 +152,14 @@ class Teacher(ABC):
         """Frees the weights; the teacher cannot be asked again."""
 
 
-Agenda = list[tuple[str, list[Call]]]
+ModuleCalls = list[tuple[str, list[Call]]]
 """(module name, its calls), in the order in which modules run."""
 
 
 def answer(
     network: Network,
     requests: Sequence[Request],
-    run: Callable[[Agenda], list[list[Outputs]]],
+    run: Callable[[ModuleCalls], list[list[Outputs]]],
     ranks: Ranks | None = None,
 ) -> list[Outputs]:
     """Answers requests module by module: all calls of the first, then all of the second.
@@ -175,7 +175,7 @@ def answer(
         # With one module the ranks agree already: their requests ask for the same passes.
         agenda = [(name, [call for call in flat if call.module == name]) for name in network.module_names]
     else:
-        agenda = _agreed_agenda(network, flat, ranks)
+        agenda = _agreed_calls(network, flat, ranks)
     agenda = [(name, of_module) for name, of_module in agenda if of_module]
     # no_grad, not inference_mode: inference tensors cannot be saved for the student's backward.
     device = next(iter(requests[0].inputs.values())).device
@@ -189,13 +189,13 @@ def answer(
         ]
 
 
-def _agreed_agenda(network: Network, calls: Sequence[Call], ranks: Ranks) -> Agenda:
+def _agreed_calls(network: Network, calls: Sequence[Call], ranks: Ranks) -> ModuleCalls:
     """The same passes in the same order on all ranks: as many of each kind as the rank with most of them has."""
     own = Counter((network.module_names.index(call.module), call.wanted) for call in calls)
     most: Counter[tuple[int, tuple[str, ...]]] = Counter()
     for counts in ranks.gather(own):
         most |= counts
-    agenda: Agenda = [(name, []) for name in network.module_names]
+    agenda: ModuleCalls = [(name, []) for name in network.module_names]
     for (number, wanted), count in sorted(most.items()):
         name, of_module = agenda[number]
         ours = [call for call in calls if call.module == name and call.wanted == wanted]
@@ -209,6 +209,6 @@ def move_call(call: Call, device: torch.device) -> Call:
     return replace(call, inputs={name: value.to(device) for name, value in call.inputs.items()})
 
 
-def run_agenda(network: Network, modules: Mapping[str, nn.Module], agenda: Agenda) -> list[list[Outputs]]:
+def run_module_calls(network: Network, modules: Mapping[str, nn.Module], agenda: ModuleCalls) -> list[list[Outputs]]:
     """Runs everything on modules that are whole where they are."""
     return [[network.run(modules[name], call) for call in calls] for name, calls in agenda]

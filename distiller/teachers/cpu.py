@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from distiller.teachers.base import (
-    Agenda,
     Call,
+    ModuleCalls,
     Network,
     Outputs,
     Request,
@@ -22,10 +22,10 @@ from distiller.teachers.base import (
     TeacherMemory,
     answer,
     move_call,
-    run_agenda,
+    run_module_calls,
 )
-from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
-from distiller.teachers.streaming.copiers import ThreadFeed
+from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
+from distiller.teachers.streaming.copiers import ThreadCopier
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
 from distiller.teachers.weights.loading import Plan, fill, plan_modules
@@ -76,14 +76,14 @@ class CpuTeacher(Teacher):
         for plan in plans:
             plan.close_files()
 
-    def _run(self, agenda: Agenda) -> list[list[Outputs]]:
+    def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         here = [(name, [move_call(call, CPU) for call in calls]) for name, calls in agenda]
         if not self._is_decided:
             self._decide(here[0][1][0])
         if self._wide is not None:
             results = self._wide.passing.run(here)
         else:
-            results = run_agenda(self._network, self._modules, here)
+            results = run_module_calls(self._network, self._modules, here)
         device = self._ranks.device
         return [[{key: value.to(device) for key, value in one.items()} for one in part] for part in results]
 
@@ -121,7 +121,7 @@ class _WideModules:
                 source = host.piece(number)
                 number += 1
                 if ours.name in blocks:
-                    units.append(PassingUnit(name, wide, ours))
+                    units.append(OffloadedBlock(name, wide, ours))
                     self._sources.append((ours, theirs, source))
                     continue
                 buffer = torch.empty(ours.num_bytes, dtype=torch.uint8)
@@ -129,10 +129,10 @@ class _WideModules:
                 bind(wide, ours, buffer)
                 self.num_bytes += buffer.nbytes
             self.modules[name] = wide
-        slots = make_slots(max(passing.unit.num_bytes for passing in units), min(NUM_WIDE_SLOTS, len(units)), CPU)
+        slots = allocate_buffers(max(passing.unit.num_bytes for passing in units), min(NUM_WIDE_SLOTS, len(units)), CPU)
         self.num_bytes += sum(slot.buffer.nbytes for slot in slots)
-        feed = ThreadFeed(partial(_widen_unit, self._sources))
-        self.passing = PassingModules(network, dict(self.modules), units, slots, feed, CPU, amortise=True)
+        feed = ThreadCopier(partial(_widen_unit, self._sources))
+        self.passing = OffloadedModules(network, dict(self.modules), units, slots, feed, CPU, amortise=True)
 
     def close(self) -> None:
         """Lets go of the host copy, of which the sources are parts."""

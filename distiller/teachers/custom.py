@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_map.maps import DeviceMap
-from distiller.teachers.device_map.teacher import SpreadTeacher
+from distiller.teachers.device_map.teacher import DeviceMapTeacher
 
 
-class CustomTeacher(SpreadTeacher):
+class CustomTeacher(DeviceMapTeacher):
     """A map from names to GPU numbers, `cpu` (one host copy) or `disk`, by Accelerate's convention.
 
     Every rank sends its own requests through all of it. On GPUs the ranks take turns, so all of a node call `predict`

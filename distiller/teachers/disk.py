@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.streamed import choose_resident
-from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
-from distiller.teachers.streaming.copiers import FileFeed, FileReader, ThreadFeed
+from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
+from distiller.teachers.streaming.copiers import FileCopier, FileReader, ThreadCopier
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import REST, own_buffer_bytes
-from distiller.teachers.weights.loading import load_everywhere, plan_modules
+from distiller.teachers.weights.loading import load_on_all_ranks, plan_modules
 
 NUM_STAGING = 2
 
@@ -28,7 +28,7 @@ class DiskTeacher(Teacher):
             for unit in plan.units:
                 if unit.name != REST and (plan.name, unit.name) not in resident:
                     assert plan.files is not None
-                    units.append(PassingUnit(plan.name, plan.module, unit))
+                    units.append(OffloadedBlock(plan.name, plan.module, unit))
                     sources.append((unit, plan.files))
         size = max((unit.num_bytes for unit, _ in sources), default=0)
         if device.type == "cuda":
@@ -36,16 +36,16 @@ class DiskTeacher(Teacher):
             self._staging = setup.ranks.all_succeed(lambda: _staging(size, setup))
         for plan in self._plans:
             stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
-            self._resident_bytes += load_everywhere(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
-        slots = make_slots(size, min(options.ring_blocks, len(units)), device)
+            self._resident_bytes += load_on_all_ranks(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
+        slots = allocate_buffers(size, min(options.ring_blocks, len(units)), device)
         self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
         reader = FileReader(sources, options.read_threads)
         if self._staging is not None:
-            feed = FileFeed(reader, [self._staging.piece(number) for number in range(NUM_STAGING)], device)
+            feed = FileCopier(reader, [self._staging.piece(number) for number in range(NUM_STAGING)], device)
         else:
-            feed = ThreadFeed(reader.fill, reader.close)
+            feed = ThreadCopier(reader.fill, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
-        self._passing = PassingModules(network, modules, units, slots, feed, device, options.amortise)
+        self._passing = OffloadedModules(network, modules, units, slots, feed, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run)

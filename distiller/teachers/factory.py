@@ -13,11 +13,11 @@ from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Network, Setup, Teacher
 from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
 from distiller.teachers.fitting import DEVICE_MAPS, advice, check_fits, choose, device_packing, fitting
-from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, room_of
+from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
 from distiller.teachers.rules import check_placement, may_run
 
 
-def decide(network: Network, setup: Setup) -> Setup:
+def resolve_placement(network: Network, setup: Setup) -> Setup:
     """The setup with `auto` resolved, said in one line, and checked against this world and its memory. Communicates.
 
     Raises UserError, before any weight is read, naming what would fit.
@@ -27,7 +27,7 @@ def decide(network: Network, setup: Setup) -> Setup:
     if options.placement == "custom":
         modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
         check_custom_map(options.device_map or {}, modules, num_devices(ranks))
-    sizes, everything, spared = measure(network, setup.dtype), room_of(setup), room_of(setup, AUTO_SHARE)
+    sizes, everything, spared = measure(network, setup.dtype), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
     if options.quantization == "int8":
         sizes = sizes.scaled(1 / setup.dtype.itemsize)
     needs = footprints(sizes, setup, everything)
@@ -55,7 +55,7 @@ def decide(network: Network, setup: Setup) -> Setup:
 
 def open_teacher(network: Network, setup: Setup) -> Teacher:
     """Loads the teacher into its place. Communicates. Raises UserError before any weight is read."""
-    setup = decide(network, setup)
+    setup = resolve_placement(network, setup)
     return PLACEMENTS[setup.options.placement](network, setup)
 
 

@@ -9,10 +9,10 @@ from functools import cache
 from distiller.config.teacher import Teacher
 from distiller.errors import UserError
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.device_map.maps import Packing, balanced_map, room_of_devices, sequential_map
-from distiller.teachers.device_map.module_partition import give_own_slots
+from distiller.teachers.device_map.maps import Packing, balanced_map, budgets_of_devices, sequential_map
+from distiller.teachers.device_map.module_partition import separate_shared_names
 from distiller.teachers.device_map.teacher import MakeMap, pack
-from distiller.teachers.footprint import AUTO_SHARE, Footprint, Room
+from distiller.teachers.footprint import AUTO_SHARE, Footprint, MemoryBudget
 from distiller.teachers.weights.loading import Plan
 from distiller.teachers.weights.quantized import plan_held
 
@@ -49,14 +49,14 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
     def skeletons() -> tuple[list[Plan], list[int]]:
         plans = plan_held(network, setup, is_reader=False)
         for plan in plans:
-            give_own_slots(plan)
+            separate_shared_names(plan)
         return plans, setup.ranks.gather_on_node(setup.ranks.device.index or 0)
 
     def look(placement: str, kept_share: float) -> Packing:
         plans, gpus_of_ranks = skeletons()
 
         def on_node() -> Packing:
-            room = room_of_devices(setup.ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
+            room = budgets_of_devices(setup.ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
             packing = pack(plans, maps[placement], room, placement == "custom" and "disk" in custom.values())
             return replace(packing, maps=[])
 
@@ -68,7 +68,11 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
 
 
 def fitting(
-    needs: Mapping[str, Footprint], room: Room, options: Teacher, pack_devices: PackDevices | None, kept_share: float
+    needs: Mapping[str, Footprint],
+    room: MemoryBudget,
+    options: Teacher,
+    pack_devices: PackDevices | None,
+    kept_share: float,
 ) -> Iterator[str]:
     """The placements that fit, fastest first, each looked for when it is asked for.
 
@@ -94,7 +98,7 @@ def fitting(
 
 
 def check_fits(
-    options: Teacher, needs: Mapping[str, Footprint], room: Room, others: Callable[[], Iterable[str]]
+    options: Teacher, needs: Mapping[str, Footprint], room: MemoryBudget, others: Callable[[], Iterable[str]]
 ) -> None:
     """Raises UserError when the placement takes more than there is, naming those that do fit.
 
@@ -124,7 +128,9 @@ def advice(names: Iterable[str]) -> str:
     return "no placement fits, so choose a smaller teacher.dtype or a smaller student"
 
 
-def choose(whole: Footprint, room: Room, fits: Callable[[bool], Iterable[str]], reserved: int) -> tuple[str, str]:
+def choose(
+    whole: Footprint, room: MemoryBudget, fits: Callable[[bool], Iterable[str]], reserved: int
+) -> tuple[str, str]:
     """`auto`: the placement, and why, in one line.
 
     Args:

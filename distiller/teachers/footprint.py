@@ -39,7 +39,7 @@ class Footprint:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """Free bytes for the teacher: on the GPU with least of them (None on a machine without), and in host memory.
 
     Both are what the student leaves: its state is on the GPU, or in host memory without one or where it is offloaded.
@@ -66,7 +66,7 @@ def measure(network: Network, dtype: torch.dtype) -> Sizes:
     return Sizes(sum(of_modules), max(of_modules), max(blocks, default=0), sum(of_modules) - sum(blocks), len(blocks))
 
 
-def footprints(sizes: Sizes, setup: Setup, room: Room) -> dict[str, Footprint]:
+def footprints(sizes: Sizes, setup: Setup, room: MemoryBudget) -> dict[str, Footprint]:
     """Every placement's needs on this node with this recipe's options."""
     options, ranks, gpus = setup.options, room.num_ranks, max(room.num_gpus, 1)
     stays = 0 if options.resident_blocks == "auto" else min(options.resident_blocks, sizes.num_blocks)
@@ -93,7 +93,7 @@ def footprints(sizes: Sizes, setup: Setup, room: Room) -> dict[str, Footprint]:
     return needs
 
 
-def room_of(setup: Setup, share: float = 1.0) -> Room:
+def memory_budget(setup: Setup, share: float = 1.0) -> MemoryBudget:
     """What the student leaves of a share of the memory that is free now. Communicates: all ranks get the same.
 
     Without GPUs the share is of host memory; with them, host memory is counted whole, since no activations lie there.
@@ -108,7 +108,9 @@ def room_of(setup: Setup, share: float = 1.0) -> Room:
         host = int(free_host_bytes() * share) - reserved_host - setup.reserved_bytes * ranks.local_world_size
     found = ranks.gather((gpu, host))
     of_ranks = tuple(one for one, _ in found if one is not None)
-    return Room(min(of_ranks, default=None), min(one for _, one in found), ranks.local_world_size, num_gpus, of_ranks)
+    return MemoryBudget(
+        min(of_ranks, default=None), min(one for _, one in found), ranks.local_world_size, num_gpus, of_ranks
+    )
 
 
 def _on_cpu(name: str, need: Footprint, sizes: Sizes, ranks: int) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.single_rank.exchange import Exchange
 from distiller.teachers.weights.layout import bind, move_own_buffers, own_buffer_bytes
 from distiller.teachers.weights.loading import Plan, plan_modules, read_to_device, staging_buffer
@@ -56,7 +56,7 @@ class Rank0Teacher(Teacher):
         self._modules[plan.name] = plan.module
         return sum(unit.num_bytes for unit in plan.units) + own_buffer_bytes(plan.module)
 
-    def _run_agenda(self, agenda: Agenda) -> list[list[Outputs]]:
+    def _run_agenda(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         answered = iter(self._exchange.answer([call for _, calls in agenda for call in calls]))
         return [[next(answered) for _ in calls] for _, calls in agenda]
 

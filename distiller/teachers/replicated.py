@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_agenda
+from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_module_calls
 from distiller.teachers.weights.layout import own_buffer_bytes
-from distiller.teachers.weights.loading import load_everywhere
+from distiller.teachers.weights.loading import load_on_all_ranks
 from distiller.teachers.weights.quantized import plan_held
 
 
@@ -18,12 +18,12 @@ class ReplicatedTeacher(Teacher):
         plans = plan_held(network, setup, is_reader=setup.ranks.is_main)
         self._num_bytes = 0
         for plan in plans:
-            self._num_bytes += load_everywhere(plan, plan.units, setup.ranks) + own_buffer_bytes(plan.module)
+            self._num_bytes += load_on_all_ranks(plan, plan.units, setup.ranks) + own_buffer_bytes(plan.module)
             plan.close_files()
         self._modules = {plan.name: plan.module for plan in plans}
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        return answer(self._network, requests, lambda agenda: run_agenda(self._network, self._modules, agenda))
+        return answer(self._network, requests, lambda agenda: run_module_calls(self._network, self._modules, agenda))
 
     def memory(self) -> TeacherMemory:
         if self._setup.ranks.device.type == "cpu":

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_map.maps import sequential_map
-from distiller.teachers.device_map.teacher import SpreadTeacher
+from distiller.teachers.device_map.teacher import DeviceMapTeacher
 
 
-class SequentialTeacher(SpreadTeacher):
+class SequentialTeacher(DeviceMapTeacher):
     """The first GPUs are filled up to what the student needs there, in Accelerate's way; the last may stay empty.
 
     Every rank sends its own requests through all GPUs in use. There the ranks take turns, so all of a node call

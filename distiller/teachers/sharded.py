@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distiller.teachers.base import (
-    Agenda,
+    ModuleCalls,
     Network,
     Outputs,
     Request,
@@ -13,7 +13,7 @@ from distiller.teachers.base import (
     Teacher,
     TeacherMemory,
     answer,
-    run_agenda,
+    run_module_calls,
 )
 from distiller.teachers.sharding.fsdp2 import FullyShardedModules
 from distiller.teachers.sharding.sharded_modules import Shards, held_bytes
@@ -42,8 +42,8 @@ class ShardedTeacher(Teacher):
         self._shards.close()
         self._host_bytes = 0
 
-    def _run(self, agenda: Agenda) -> list[list[Outputs]]:
-        results = run_agenda(self._network, self._shards.modules, agenda)
+    def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
+        results = run_module_calls(self._network, self._shards.modules, agenda)
         for name, _ in agenda:
             self._shards.settle(name)
         return results

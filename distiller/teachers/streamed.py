@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from distiller.distributed.free_memory import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.footprint import AUTO_SHARE
-from distiller.teachers.streaming.block_offload import PassingModules, PassingUnit, make_slots
-from distiller.teachers.streaming.buffer_pool import Feed, Slot
-from distiller.teachers.streaming.copiers import GatherFeed, HostFeed, ThreadFeed
-from distiller.teachers.streaming.peer_copier import PeerFeed, has_peer_access
+from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
+from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
+from distiller.teachers.streaming.copiers import GatherCopier, HostCopier, ThreadCopier
+from distiller.teachers.streaming.peer_copier import PeerCopier, has_peer_access
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import ALIGNMENT, REST, own_buffer_bytes
-from distiller.teachers.weights.loading import Plan, fill, load_everywhere, plan_modules
+from distiller.teachers.weights.loading import Plan, fill, load_on_all_ranks, plan_modules
 
 
 class StreamedTeacher(Teacher):
@@ -35,7 +35,7 @@ class StreamedTeacher(Teacher):
             for plan in plans
         }
         passing = [(plan, unit) for plan in plans for unit in plan.units if unit not in stays[plan.name]]
-        units = [PassingUnit(plan.name, plan.module, unit) for plan, unit in passing]
+        units = [OffloadedBlock(plan.name, plan.module, unit) for plan, unit in passing]
 
         # All that can be refused for lack of memory or of a right comes before weights are read.
         step = ALIGNMENT * (count if self._is_sharing else 1)
@@ -43,20 +43,22 @@ class StreamedTeacher(Teacher):
         self._host = setup.ranks.all_succeed(lambda: HostCopy.make(sizes, setup.ranks))
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
-        slots = make_slots(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
+        slots = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
         self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
         feed = self._feed(slots)
 
         self._resident_bytes = 0
         for plan in plans:
-            self._resident_bytes += load_everywhere(plan, stays[plan.name], setup.ranks) + own_buffer_bytes(plan.module)
+            self._resident_bytes += load_on_all_ranks(plan, stays[plan.name], setup.ranks) + own_buffer_bytes(
+                plan.module
+            )
         sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
         pieces = [self._host.piece(number) for number in range(len(sources))]
         setup.ranks.all_succeed(lambda: fill(sources, pieces))
         for plan in plans:
             plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
-        self._passing = PassingModules(network, modules, units, slots, feed, device, options.amortise)
+        self._passing = OffloadedModules(network, modules, units, slots, feed, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
@@ -71,16 +73,16 @@ class StreamedTeacher(Teacher):
         self._passing.close()
         self._host.close()
 
-    def _feed(self, slots: Sequence[Slot]) -> Feed:
+    def _feed(self, slots: Sequence[BlockBuffer]) -> Copier:
         ranks, pieces = self._ranks, self._host.piece
         on_gpu = ranks.device.type == "cuda"
         if self._is_sharing and slots:
             if on_gpu and has_peer_access(ranks):
-                return PeerFeed(pieces, slots, ranks)
-            return GatherFeed(pieces, ranks.device, ranks.new_node_group())
+                return PeerCopier(pieces, slots, ranks)
+            return GatherCopier(pieces, ranks.device, ranks.new_node_group())
         if on_gpu:
-            return HostFeed(pieces, ranks.device)
-        return ThreadFeed(lambda unit, buffer: buffer[: pieces(unit).numel()].copy_(pieces(unit)))
+            return HostCopier(pieces, ranks.device)
+        return ThreadCopier(lambda unit, buffer: buffer[: pieces(unit).numel()].copy_(pieces(unit)))
 
 
 def shares_transfers(setup: Setup) -> bool:

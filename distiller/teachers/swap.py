@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from distiller.distributed.free_memory import free_host_bytes
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.teachers.base import Agenda, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.base import ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import Binding, bind, own_buffer_bytes, read_unit
 from distiller.teachers.weights.loading import Plan, plan_modules
@@ -58,7 +58,7 @@ class SwapTeacher(Teacher):
         self._host.close()
         self._num_bytes = 0
 
-    def _run(self, agenda: Agenda) -> list[list[Outputs]]:
+    def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         results = []
         for name, calls in agenda:
             with self._visitors[name].on(self._ranks.device) as module:

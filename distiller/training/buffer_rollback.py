@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 @final
-class KeptBuffers:
+class BufferRollback:
     """The persistent buffers of a prepared student, under any engine, with a copy of them from the last update taken.
 
     A forward pass moves running statistics before anybody knows whether the update will be left out, and one that is
@@ -25,7 +25,7 @@ class KeptBuffers:
                 groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
         self._groups = [(buffers, _joined(buffers)) for buffers in groups.values()]
 
-    def follow(self, is_skipped: Tensor) -> None:
+    def keep_or_restore(self, is_skipped: Tensor) -> None:
         """Puts the buffers back if the update was skipped (1 in a float32 scalar on the device), else copies them.
 
         Three kernels a device and dtype, whichever it was: the host does not wait. Does not communicate.

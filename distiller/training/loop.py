@@ -31,11 +31,11 @@ from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import LossSum, Task
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs, Teacher
-from distiller.training.buffer_rollback import KeptBuffers
+from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.ddp_buckets import has_buckets, leaving_no_trace
-from distiller.training.nonfinite_guard import Health, spoil
+from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
-from distiller.training.step_counts import Pulse
+from distiller.training.step_counts import StepCountReducer
 from distiller.training.timing import StepTimer
 from distiller.training.tracking import GIB, Tracker, peak_flops
 
@@ -68,7 +68,7 @@ class Run:
     quantization_error: float | None = None
     started: float = field(default_factory=time.perf_counter)
     """When this session began, by `time.perf_counter`."""
-    bytes_beside: int = 0
+    replicated_head_bytes: int = 0
     """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
 
     @property
@@ -97,9 +97,11 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     if accelerator.device.type == "cuda":
         # The peak is the loop's own: text encoder and rollout are gone by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
-    pulse = Pulse(accelerator)
-    health = Health(accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps)
-    buffers = KeptBuffers(run.student)
+    step_counts = StepCountReducer(accelerator)
+    guard = NonFiniteGuard(
+        accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps
+    )
+    buffer_rollback = BufferRollback(run.student)
     saved_at, saved_step, is_overdue, lost = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
@@ -109,16 +111,16 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         # Known before the first backward: under DeepSpeed that steps.
         own_count = float(sum(task.count(batch) for batch in batches))
         by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
-        count, heard = pulse.beat(step, own_count, health.was_bad, stops.requested > 0, by_clock)
-        health.hear(heard.num_bad, heard.step - 1)
-        if heard.num_asked:
-            _stop(run, health, step - 1, stops.requested, _spent(run, timer))
+        count, known = step_counts.reduce(step, own_count, guard.was_bad, stops.requested > 0, by_clock)
+        guard.observe(known.num_bad_ranks, known.step - 1)
+        if known.num_stop_requests:
+            _stop(run, guard, step - 1, stops.requested, _spent(run, timer))
 
         with timer.part("teacher"):
             targets = _ask_teacher(run, micro_batches)
         if step == run.first_step:
             _check_finite(run, targets)
-            _settle_buckets(run, batches[0], targets[0])
+            _build_ddp_buckets(run, batches[0], targets[0])
 
         set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
         with timer.part("student"):
@@ -127,13 +129,13 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
 
         with timer.part("optimizer"):
             limit = recipe.optim.max_grad_norm or math.inf
-            gradient_norm = _whole(accelerator.clip_grad_norm_(run.student.parameters(), limit))
+            gradient_norm = _full_norm(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
-            buffers.follow(is_skipped)
+            buffer_rollback.keep_or_restore(is_skipped)
             if run.average is not None:
                 run.average.update(is_skipped)
-        health.note(
+        guard.record(
             step, [i for batch in batches for i in task.sample_ids(batch)], [loss.total for loss in losses], is_skipped
         )
 
@@ -141,7 +143,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
         # What was heard may have been said before the last save.
-        by_clock = heard.is_time and heard.step > saved_step
+        by_clock = known.is_checkpoint_due and known.step > saved_step
         is_saved = is_due(recipe.checkpoint, step, run.last_step, by_clock) or (is_overdue and step < run.last_step)
         if is_logged:
             metrics = {
@@ -152,18 +154,18 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
                 "lr": rate,
                 "grad_norm": None if gradient_norm is None else float(gradient_norm),
                 "optim/loss_scale": _loss_scale(run),
-                "optim/skipped_steps": int(health.num_skipped),
+                "optim/skipped_steps": int(guard.num_skipped),
                 **_performance(run, timer.read(), batches),
             }
             run.tracker.log(metrics)
         if is_logged or is_saved:
-            health.settle()
+            guard.flush()
         # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
-        is_overdue = is_saved and not health.is_well
+        is_overdue = is_saved and not guard.last_was_finite
         if is_saved and not is_overdue:
             try:
                 is_last, spent = step == run.last_step, _spent(run, timer)
-                run.checkpoints.save(step, int(health.num_skipped), is_last, spent)
+                run.checkpoints.save(step, int(guard.num_skipped), is_last, spent)
             except CheckpointError as error:
                 lost = error
             saved_at, saved_step = time.monotonic(), step
@@ -173,20 +175,20 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     return Outcome(metrics, _spent(run, timer), lost)
 
 
-def _stop(run: Run, health: Health, step: int, requested: int, spent: Spent) -> NoReturn:
+def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: Spent) -> NoReturn:
     """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
     signals = [number for number in run.ranks.gather(requested) if number]
-    health.settle()
+    guard.flush()
     when = f"at step {step}"
     if step < run.first_step:
         when = f"before step {run.first_step}"
     else:
         # A bad update was left out: student and moments are those of the update before, and `num_skipped` says why.
-        if not health.is_well:
+        if not guard.last_was_finite:
             when += ", which was left out"
         run.checkpoints.finish()
         if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
-            run.checkpoints.save(step, int(health.num_skipped), wait=True, spent=spent)
+            run.checkpoints.save(step, int(guard.num_skipped), wait=True, spent=spent)
     text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
     raise StoppedError(text, min(signals), is_agreed=True)
 
@@ -212,7 +214,7 @@ def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
             raise AgreedError(f"the teacher's {name} is not finite; try teacher.dtype float32, or bfloat16 for float16")
 
 
-def _settle_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
+def _build_ddp_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
     """Under DDP a pass without effect, after which a resumed run adds gradients in an unbroken one's order."""
     if has_buckets(run.student):
         with leaving_no_trace(run.student, run.accelerator.device):
@@ -228,12 +230,12 @@ def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tenso
             outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
         loss = run.task.loss(outputs, target, batch)
         # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
-        scale = spoil(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
+        scale = nan_if_nonfinite(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
         accelerator.backward(loss.total / count * scale)
     return LossSum(loss.total.detach(), loss.terms)
 
 
-def _whole(norm: Any) -> Any:
+def _full_norm(norm: Any) -> Any:
     """The norm over all ranks: FSDP2's is each rank's part until it is asked for. Communicates under FSDP2."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -272,9 +274,9 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
     memory = None if run.teacher is None else run.teacher.memory()
     if memory is not None and on_gpu:
-        memory = replace(memory, gpu_bytes=memory.gpu_bytes + run.bytes_beside)
+        memory = replace(memory, gpu_bytes=memory.gpu_bytes + run.replicated_head_bytes)
     elif memory is not None:
-        memory = replace(memory, host_bytes=memory.host_bytes + run.bytes_beside * run.ranks.local_world_size)
+        memory = replace(memory, host_bytes=memory.host_bytes + run.replicated_head_bytes * run.ranks.local_world_size)
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
     # Linux counts in KiB.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20

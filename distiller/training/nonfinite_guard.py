@@ -36,29 +36,29 @@ class _Update:
     is_bad: Tensor
 
 
-def spoil(scale: float, loss: Tensor) -> Tensor:
+def nan_if_nonfinite(scale: float, loss: Tensor) -> Tensor:
     """`scale`, exactly, for a finite loss; NaN otherwise, which reaches every gradient. float32 on its device."""
     return loss.detach().mul(0.0).add(scale)
 
 
 @final
-class Health:
+class NonFiniteGuard:
     """The updates of one run as they turn out. `num_skipped` counts all that the optimizer left out, on the device."""
 
     def __init__(self, accelerator: Accelerator, ranks: Ranks, run_dir: Path, max_bad_steps: int, skipped: int) -> None:
         self._accelerator, self._ranks, self._max_bad_steps = accelerator, ranks, max_bad_steps
         self._file = LineFile(run_dir / BAD_BATCHES_FILE)
         self._open: deque[_Update] = deque()
-        self._in_a_row = 0
+        self._num_in_a_row = 0
         self.num_skipped = torch.full((), float(skipped), device=accelerator.device)
         self.was_bad = torch.zeros((), device=accelerator.device)
 
     @property
-    def is_well(self) -> bool:
+    def last_was_finite(self) -> bool:
         """Whether the last update that is known of was taken; the same on every rank."""
-        return self._in_a_row == 0
+        return self._num_in_a_row == 0
 
-    def note(self, step: int, sample_ids: Sequence[int], losses: Sequence[Tensor], is_skipped: Tensor) -> None:
+    def record(self, step: int, sample_ids: Sequence[int], losses: Sequence[Tensor], is_skipped: Tensor) -> None:
         """Takes an update in, on the device.
 
         With fp16 a gradient that overflows is the scaler's everyday business: it skips the step and lowers its scale.
@@ -70,35 +70,35 @@ class Health:
         self.was_bad = (~torch.isfinite(loss)).float() if in_fp16 else is_skipped
         self._open.append(_Update(step, tuple(sample_ids), loss, self.was_bad))
 
-    def hear(self, num_bad: int, step: int) -> None:
+    def observe(self, num_bad_ranks: int, step: int) -> None:
         """Takes in how many ranks found update `step` bad. Communicates if any did. AgreedError after too many."""
         while self._open and self._open[0].step <= step:
             update = self._open.popleft()
             if update.step == step:
-                self._judge(update, num_bad > 0)
+                self._count(update, num_bad_ranks > 0)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Asks about every update so far, and waits for the answer. Communicates. AgreedError after too many."""
         while self._open:
             update = self._open[0]
             total = self._accelerator.reduce(update.is_bad, "sum")
-            self.hear(int(total), update.step)  # type: ignore[arg-type]
+            self.observe(int(total), update.step)  # type: ignore[arg-type]
 
-    def _judge(self, update: _Update, is_bad: bool) -> None:
+    def _count(self, update: _Update, is_bad: bool) -> None:
         if not is_bad:
-            self._in_a_row = 0
+            self._num_in_a_row = 0
             return
-        self._in_a_row += 1
+        self._num_in_a_row += 1
         loss = float(update.loss)
         parts = self._ranks.gather((loss if math.isfinite(loss) else str(loss), list(update.sample_ids)))
         if self._ranks.is_main:
             rows = [{"rank": rank, "loss": loss, "sample_ids": ids} for rank, (loss, ids) in enumerate(parts)]
             self._file.append("".join(json.dumps({"step": update.step, **row}) + "\n" for row in rows))
-        if self._in_a_row >= self._max_bad_steps:
+        if self._num_in_a_row >= self._max_bad_steps:
             ids = [sample_id for _, part in parts for sample_id in part]
             named = ", ".join(map(str, ids[:MAX_NAMED])) + (", ..." if len(ids) > MAX_NAMED else "")
-            what = f"{self._in_a_row} updates in a row, up to step {update.step}, had"
-            if self._in_a_row == 1:
+            what = f"{self._num_in_a_row} updates in a row, up to step {update.step}, had"
+            if self._num_in_a_row == 1:
                 what = f"step {update.step} had"
             raise AgreedError(
                 f"{what} a loss or gradient that is not finite (optim.max_bad_steps {self._max_bad_steps}); the last "

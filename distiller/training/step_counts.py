@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Heard:
+class StepCounts:
     """What the sum of update `step` said, the same on every rank; step 0 where nothing has been heard yet.
 
     Attributes:
@@ -22,13 +22,13 @@ class Heard:
     """
 
     step: int = 0
-    num_bad: int = 0
-    num_asked: int = 0
-    is_time: bool = False
+    num_bad_ranks: int = 0
+    num_stop_requests: int = 0
+    is_checkpoint_due: bool = False
 
 
 @final
-class Pulse:
+class StepCountReducer:
     """The count that an update's loss is divided by, with three flags beside it: no collective of their own is needed.
 
     On the CPU the host hears an update's sum at once. On a GPU it hears that of the update before: by then the GPU has
@@ -41,7 +41,9 @@ class Pulse:
         self._on_gpu = accelerator.device.type == "cuda"
         self._copies: deque[tuple[int, Tensor, torch.cuda.Event]] = deque()
 
-    def beat(self, step: int, count: float, was_bad: Tensor, is_asked: bool, is_time: bool) -> tuple[Tensor, Heard]:
+    def reduce(
+        self, step: int, count: float, was_bad: Tensor, is_stop_requested: bool, is_checkpoint_due: bool
+    ) -> tuple[Tensor, StepCounts]:
         """Sums over ranks: the count, as a float32 scalar on the device, and what the host heard. Communicates.
 
         Args:
@@ -52,13 +54,16 @@ class Pulse:
             is_time: whether a checkpoint is due by this rank's clock; only rank 0's counts.
         """
         # full, not tensor: a copy from the host would wait for all work that is queued on the GPU.
-        is_time = is_time and self._accelerator.is_main_process
-        own = [torch.full((), float(value), device=self._accelerator.device) for value in (count, is_asked, is_time)]
+        is_checkpoint_due = is_checkpoint_due and self._accelerator.is_main_process
+        own = [
+            torch.full((), float(value), device=self._accelerator.device)
+            for value in (count, is_stop_requested, is_checkpoint_due)
+        ]
         total = self._accelerator.reduce(torch.stack([*own, was_bad]), "sum")
         assert isinstance(total, Tensor)
-        return total[0], self._hear(step, total)
+        return total[0], self._read_when_ready(step, total)
 
-    def _hear(self, step: int, total: Tensor) -> Heard:
+    def _read_when_ready(self, step: int, total: Tensor) -> StepCounts:
         if not self._on_gpu:
             return _read(step, total)
         copy = torch.empty(total.shape, dtype=total.dtype, pin_memory=True)
@@ -67,12 +72,12 @@ class Pulse:
         event.record()
         self._copies.append((step, copy, event))
         if len(self._copies) == 1:
-            return Heard()
+            return StepCounts()
         step, copy, event = self._copies.popleft()
         event.synchronize()
         return _read(step, copy)
 
 
-def _read(step: int, total: Tensor) -> Heard:
-    _, num_asked, num_timely, num_bad = total.tolist()
-    return Heard(step, int(num_bad), int(num_asked), num_timely > 0)
+def _read(step: int, total: Tensor) -> StepCounts:
+    _, num_stop_requests, num_timely, num_bad_ranks = total.tolist()
+    return StepCounts(step, int(num_bad_ranks), int(num_stop_requests), num_timely > 0)

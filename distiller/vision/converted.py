@@ -13,14 +13,14 @@ from pathlib import Path
 import transformers
 
 from distiller.errors import UserError
-from distiller.storage.stage_folders import StagePlaces
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage
 from distiller.vision.files import ClassifierFiles
 from distiller.vision.library import read_model
 from distiller.vision.stored import stored_dtype, stored_files, stored_names
 
 
-def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path | StagePlaces) -> list[Path]:
+def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path | StageFolders) -> list[Path]:
     """The files themselves where they hold these names, else a copy of them in a keyed folder, made once.
 
     Does not communicate: of processes that want the same copy, one makes it and the others wait for its lock.

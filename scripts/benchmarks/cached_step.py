@@ -24,7 +24,7 @@ from distiller.build import build
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.config.loading import load
 from distiller.data.order import RankSampler, SampleKey
-from distiller.distributed.process import is_main_process, prepare_environment, settle_loader_worker
+from distiller.distributed.process import initialize_loader_worker, is_main_process, prepare_environment
 from distiller.teachers.base import Outputs
 from distiller.training.loop import Run, train
 
@@ -78,7 +78,7 @@ def main() -> None:
                     collate_fn=CachedCollation(run.task),
                     num_workers=recipe.train.num_workers,
                     pin_memory=run.ranks.device.type == "cuda",
-                    worker_init_fn=settle_loader_worker,
+                    worker_init_fn=initialize_loader_worker,
                 )
                 outcome = train(replace(run, first_step=step, last_step=end, loader=loader))
                 step = end + 1

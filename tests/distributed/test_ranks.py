@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from distiller.distributed.liveness import RollCall
-from distiller.distributed.rank_failure import is_loss_of_ranks
+from distiller.distributed.liveness import LivenessBarrier
+from distiller.distributed.rank_failure import is_lost_rank_error
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError, UserError
 from distiller.storage.stages import Stage
@@ -112,7 +112,7 @@ def wait_for_a_rank_that_dies(number: int, folder: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
         stage.made_by_main(ranks, lambda: (stage.partial.mkdir(), stage.finish()))
-    assert is_loss_of_ranks(error.value)
+    assert is_lost_rank_error(error.value)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -162,11 +162,11 @@ def test_two_runs_of_two_ranks_make_a_stage_one_after_the_other(tmp_path):
 
 def work_beside_a_rank_that_dies() -> None:
     ranks = joined()
-    others, pieces = RollCall(ranks), []
+    others, pieces = LivenessBarrier(ranks), []
 
     def work() -> None:
         for piece in range(1000):
-            others.answer()
+            others.arrive()
             pieces.append(piece)
             if ranks.rank == 1:
                 time.sleep(0.5)
@@ -175,7 +175,7 @@ def work_beside_a_rank_that_dies() -> None:
 
     with pytest.raises(RuntimeError) as error:
         work()
-    assert is_loss_of_ranks(error.value)
+    assert is_lost_rank_error(error.value)
     assert 10 < len(pieces) < 500
 
 

@@ -18,7 +18,7 @@ from distiller.config.recipe import Optim
 from distiller.launch.accelerator import engine_name
 from distiller.student_state.base import Counters, Kind, StudentState
 from distiller.student_state.opening import open_state
-from distiller.training.buffer_rollback import KeptBuffers
+from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.optim import build_optimizer, set_learning_rate
 from tests.distributed.assembled import assembled
 from tests.distributed.ranks import on_ranks
@@ -159,10 +159,10 @@ def _one_engine(name: str, folder: Path) -> dict[str, Any]:
 
 def _left_out(trained: Trained, before: dict[tuple[Kind, str], Tensor]) -> list[Any]:
     """A forward pass of which nothing is finite, as of an update that is left out; what it changes for good."""
-    buffers = KeptBuffers(trained.student)
+    buffers = BufferRollback(trained.student)
     dtype = next(trained.student.parameters()).dtype
     trained.student(torch.full((4, 5), float("nan"), dtype=dtype))
-    buffers.follow(torch.ones(()))
+    buffers.keep_or_restore(torch.ones(()))
     return _equal(assembled(trained.state), before)
 
 

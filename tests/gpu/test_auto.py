@@ -9,8 +9,9 @@ import torch
 from accelerate import PartialState
 
 from distiller.errors import UserError
-from distiller.teachers import footprint, maps, streamed
-from distiller.teachers.factory import decide, open_teacher
+from distiller.teachers import factory, footprint, streamed
+from distiller.teachers.device_map import maps
+from distiller.teachers.factory import open_teacher, resolve_placement
 from distiller.teachers.footprint import measure
 from tests.distributed.ranks import on_ranks
 from tests.gpu.ranks import NUM_GPUS
@@ -38,7 +39,7 @@ def choices(weights: Any) -> list[str]:
     for share in SHARES:
         for module in (footprint, maps, streamed):
             module.free_gpu_bytes = lambda _, share=share: int(share * total)  # type: ignore[attr-defined]
-        decided = decide(network, setup(torch.float32, device, placement="auto"))
+        decided = resolve_placement(network, setup(torch.float32, device, placement="auto"))
         teacher = factory.PLACEMENTS[decided.options.placement](network, decided)
         for mine, theirs in zip(teacher.predict(requests), expected, strict=True):
             assert torch.allclose(mine["output"], theirs, rtol=1e-5, atol=1e-5)
@@ -47,7 +48,7 @@ def choices(weights: Any) -> list[str]:
     for module in (footprint, maps, streamed):
         module.free_gpu_bytes = lambda _: int(0.6 * total)  # type: ignore[attr-defined]
     with pytest.raises(UserError, match=r"fit, fastest first: .*cpu"):
-        decide(network, setup(torch.float32, device, placement="replicated"))
+        resolve_placement(network, setup(torch.float32, device, placement="replicated"))
     return chosen
 
 

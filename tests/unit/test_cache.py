@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from distiller.cache.filling import check_room, claim, plan_layout
 from distiller.cache.key import first_difference
 from distiller.cache.layout import Layout, evenly, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
 from distiller.cache.shards import Shard, remove_partial, write_shard
+from distiller.cache.writing import check_room, claim, plan_layout
 from distiller.data.rng import sample_order
 from distiller.errors import RunError, UserError
 from distiller.tasks.micro_batch import RepeatedDraws
@@ -125,9 +125,9 @@ def test_a_cache_that_fits_is_opened(tmp_path):
         (lambda folder: (folder / shard_name(1)).write_bytes(b"x"), {}, "outputs-000001.safetensors has 1 bytes of"),
     ],
 )
-def test_a_cache_that_does_not_fit_is_refused(tmp_path, spoil, changes, message):
+def test_a_cache_that_does_not_fit_is_refused(tmp_path, nan_if_nonfinite, changes, message):
     folder = write_cache(tmp_path / "cache")
-    spoil(folder)
+    nan_if_nonfinite(folder)
     asked: dict[str, Any] = {"key": KEY, "wanted": ("hidden",), "epochs": 2, "draws": None} | changes
     with pytest.raises(UserError, match=message):
         open_cache(folder, **asked)

@@ -11,7 +11,7 @@ from transformers import ResNetConfig
 from distiller import commands
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
-from distiller.storage.stage_folders import CACHED_STAGES, StagePlaces
+from distiller.storage.stage_folders import CACHED_STAGES, StageFolders
 from distiller.storage.stages import Stage
 from tests import classifiers, toy_causal_lm, toys
 
@@ -88,7 +88,7 @@ def refuse(*_: Any, **__: Any) -> None:
 
 
 def test_stages_are_found_in_the_cache_and_made_in_the_run_s_own_folder(tmp_path):
-    places = StagePlaces(tmp_path / "run" / "stages", tmp_path / "cache" / CACHED_STAGES)
+    places = StageFolders(tmp_path / "run" / "stages", tmp_path / "cache" / CACHED_STAGES)
     made = Stage("made", {"by": "the first run"}, tmp_path / "first")
     made.partial.mkdir(parents=True)
     (made.partial / "content").write_text("x")

@@ -16,9 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.teachers.device_map import maps
-from distiller.teachers.device_map.device_hooks import Carrier, attach_hooks
+from distiller.teachers.device_map.device_hooks import DeviceCopies, attach_hooks
 from distiller.teachers.device_map.maps import DeviceMap, balanced_map, check_custom_map, sequential_map
-from distiller.teachers.device_map.module_partition import find_places, give_own_slots, passing_part, resident_parts
+from distiller.teachers.device_map.module_partition import (
+    onloaded_group,
+    partition_module,
+    resident_groups,
+    separate_shared_names,
+)
 from distiller.teachers.device_map.teacher import pack
 from distiller.teachers.weights.layout import Unit, lay_out
 from distiller.teachers.weights.loading import Plan
@@ -31,13 +36,13 @@ CALLER = torch.device("cuda", 1)
 def plan_of(dtype: torch.dtype = torch.float32) -> Plan:
     module = NETWORK.skeleton("first", dtype)
     plan = Plan("first", module, lay_out(module, NETWORK.block_names("first")), None)
-    give_own_slots(plan)
+    separate_shared_names(plan)
     return plan
 
 
 def bytes_on_devices(plan: Plan, device_map: DeviceMap) -> dict[int | str, int]:
     sizes: dict[int | str, int] = {}
-    for part in resident_parts(plan, device_map, lambda _: True):
+    for part in resident_groups(plan, device_map, lambda _: True):
         sizes[part.location] = sizes.get(part.location, 0) + part.stored.num_bytes
     return sizes
 
@@ -57,7 +62,7 @@ def test_blocks_stay_whole_and_two_modules_share_the_room(make_map):
     assert all(sum(of_plan.get(number, 0) for of_plan in used) <= room[number] for number in room)
     assert maps[0] != maps[1] or make_map is balanced_map
     for plan, device_map in zip(plans, maps, strict=True):
-        assert not [p.path for p in find_places(plan, device_map, lambda _: True) if p.path.count(".") > 1]
+        assert not [p.path for p in partition_module(plan, device_map, lambda _: True) if p.path.count(".") > 1]
 
 
 def test_balanced_uses_all_devices_and_sequential_the_first_ones():
@@ -99,10 +104,10 @@ def test_a_gpu_keeps_room_for_the_student_contexts_and_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
     ranks = Ranks(torch.device("cuda", 0), 0, 2, 0, 2, None, None)
-    room = maps.room_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
+    room = maps.budgets_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
     contexts = 2 * maps.CONTEXT_BYTES
     assert room == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
-    assert maps.room_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
+    assert maps.budgets_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
 
 
 @pytest.mark.parametrize(
@@ -128,7 +133,7 @@ def test_a_complete_custom_map_is_taken():
 def test_a_modules_own_tensors_lie_together():
     device_map: DeviceMap = {"": 0, "blocks.2.gain": 1}
     with pytest.raises(UserError, match=r"blocks\.2 uses its own tensors in one place; not blocks\.2\.gain on 1, "):
-        find_places(plan_of(), device_map, lambda _: True)
+        partition_module(plan_of(), device_map, lambda _: True)
 
 
 class Moves(TorchDispatchMode):
@@ -164,10 +169,10 @@ class FakeWeights:
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self.module, self.unit = module, unit
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         put(self.module, self.unit, CALLER)
 
-    def take_away(self) -> None:
+    def offload(self) -> None:
         put(self.module, self.unit, torch.device("meta"))
 
 
@@ -180,16 +185,16 @@ def forward(device_map: DeviceMap) -> tuple[torch.device, list[tuple[int, int | 
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         plan.module._buffers["positions"] = mode.from_tensor(plan.module._buffers["positions"])
-        for part in resident_parts(plan, device_map, is_resident):
+        for part in resident_groups(plan, device_map, is_resident):
             put(plan.module, part.bound, torch.device("cuda", part.location))
-        places = find_places(plan, device_map, is_resident)
+        places = partition_module(plan, device_map, is_resident)
         passing = {
-            place.path: FakeWeights(plan.module, passing_part(plan, place).bound)
+            place.path: FakeWeights(plan.module, onloaded_group(plan, place).bound)
             for place in places
             if place.names and not is_resident(place.location)
         }
         device_of = lambda location: torch.device("cuda", location) if is_resident(location) else CALLER  # noqa: E731
-        attach_hooks(plan.module, places, device_of, passing, Carrier())  # type: ignore[arg-type]
+        attach_hooks(plan.module, places, device_of, passing, DeviceCopies())  # type: ignore[arg-type]
         x = torch.empty(4, DIM, dtype=torch.bfloat16, device=CALLER)
         with torch.no_grad(), Moves() as moves:
             return plan.module(x, 0).device, moves.seen
@@ -219,7 +224,7 @@ def test_every_operation_finds_its_tensors_on_one_device(device_map):
 
 
 def test_what_several_blocks_get_is_copied_once():
-    carrier, text, device = Carrier(), torch.zeros(3), torch.device("meta")
+    carrier, text, device = DeviceCopies(), torch.zeros(3), torch.device("meta")
     (first,), named = carrier.carry((text,), device), carrier.carry({"text": [text, 1]}, device)
     assert first.device == device
     assert named["text"][0] is first
@@ -233,7 +238,7 @@ def test_what_several_blocks_get_is_copied_once():
 
 
 def test_a_copy_goes_with_its_original():
-    carrier, original = Carrier(), torch.zeros(3)
+    carrier, original = DeviceCopies(), torch.zeros(3)
     copy = weakref.ref(carrier.carry(original, torch.device("meta")))
     assert copy() is not None
     del original
@@ -242,6 +247,6 @@ def test_a_copy_goes_with_its_original():
 
 def test_a_place_knows_where_its_outputs_go():
     device_map: DeviceMap = {"": 0, "blocks.6": 1, "head": 1}
-    places = {place.path: place for place in find_places(plan_of(), device_map, lambda _: True)}
+    places = {place.path: place for place in partition_module(plan_of(), device_map, lambda _: True)}
     assert replace(places["head"], names=()) == replace(places["head"], names=(), location=1, outputs_to=0)
     assert places["blocks.6"].outputs_to is None

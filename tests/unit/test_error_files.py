@@ -84,8 +84,8 @@ def test_a_path_that_is_not_utf8_is_said(tmp_path, monkeypatch):
         file = tmp_path / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert rank_failure.speaks_first(reason) == (rank == 0)
-        rank_failure.leave_reason(reason, is_own=rank == 0)
+        assert rank_failure.reports_first(reason) == (rank == 0)
+        rank_failure.write_error_file(reason, is_own=rank == 0)
         assert json.loads(file.read_text())["message"]["message"] == (r"distiller: data.path: caf\udce9 does not exist")
 
 

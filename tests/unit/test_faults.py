@@ -31,7 +31,7 @@ from distiller.config.loading import dump
 from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
-from distiller.distributed.process import settle_loader_worker
+from distiller.distributed.process import initialize_loader_worker
 from distiller.errors import RunError, UserError
 from distiller.storage import durable_writes
 from tests import toys
@@ -92,7 +92,7 @@ class _Fatal(Dataset[int]):
 
 
 def test_a_killed_loader_process_is_one_line():
-    loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=settle_loader_worker)
+    loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=initialize_loader_worker)
     with pytest.raises(RunError, match=r"^DataLoader worker \(pid.*\) .*\(a data file that shrank"):
         next(batches_of(loader))
 

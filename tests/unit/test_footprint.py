@@ -14,7 +14,7 @@ from distiller.teachers import PLACEMENTS, factory
 from distiller.teachers.device_map.maps import Packing
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.fitting import AUTO, ON_CPUS, ON_GPUS, ONE_RANK, check_fits, choose, fitting
-from distiller.teachers.footprint import AUTO_SHARE, Room, Sizes, footprints, measure
+from distiller.teachers.footprint import AUTO_SHARE, MemoryBudget, Sizes, footprints, measure
 from distiller.teachers.rules import QUANTIZED_PLACEMENTS, RULES, check_placement
 from tests.toy_network import ToyNetwork, save_toy, setup
 
@@ -32,9 +32,9 @@ class Node:
         self.num_gpus, self.free_gib, self.host_gib, self.student_gib = num_gpus, free_gib, host_gib, student_gib
         self.needs = footprints(WAN, self.setup, self.room(1))
 
-    def room(self, share: float) -> Room:
+    def room(self, share: float) -> MemoryBudget:
         free = int(max(self.free_gib * share - self.student_gib, 0) * GIB)
-        return Room(free, int(self.host_gib * GIB), self.num_gpus, self.num_gpus, (free,) * self.num_gpus)
+        return MemoryBudget(free, int(self.host_gib * GIB), self.num_gpus, self.num_gpus, (free,) * self.num_gpus)
 
     def pack(self, placement: str, kept_share: float) -> Packing:
         """As a real map: blocks are not split."""
@@ -202,8 +202,8 @@ def test_the_sizes_are_those_of_the_weights(tmp_path):
 
 def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
     network = ToyNetwork(tmp_path / "no such folder")
-    room = factory.room_of(setup())
-    monkeypatch.setattr(factory, "room_of", lambda *_: replace(room, host=1000))
+    room = factory.memory_budget(setup())
+    monkeypatch.setattr(factory, "memory_budget", lambda *_: replace(room, host=1000))
     for name in ("replicated", "cpu", "streamed", "balanced", "rank0", "swap", "sharded"):
         with pytest.raises(UserError, match=rf"teacher\.placement {name} takes"):
             open_teacher(network, setup(placement=name))

@@ -160,7 +160,7 @@ def test_the_output_layer_is_counted_before_it_is_read(make_recipe):
     task = task_of(make_recipe())
     for dtype in (torch.float32, torch.bfloat16):
         head = task.network.load_head(dtype, torch.device("cpu"))
-        assert task.bytes_beside(dtype) == sum(tensor.nbytes for tensor in head[:2] if tensor is not None) > 0
+        assert task.replicated_head_bytes(dtype) == sum(tensor.nbytes for tensor in head[:2] if tensor is not None) > 0
 
 
 @pytest.mark.parametrize(
@@ -184,7 +184,7 @@ def test_a_cache_of_other_rows_is_refused_by_the_key_that_differs(make_recipe, t
 def test_a_cache_of_distributions_needs_no_output_layer(make_recipe, tmp_path, form, needs):
     teacher = {"path": str(make_recipe().teacher.path), "placement": "cached", "cache": str(tmp_path)}
     task = task_of(parse(toy_causal_lm.recipe(tmp_path, teacher=teacher, cache={"form": form})))
-    assert (task.bytes_beside(torch.float32) > 0) == needs
+    assert (task.replicated_head_bytes(torch.float32) > 0) == needs
     task.run_stages(toys.ALONE, None)
     assert (task._head is not None) == needs
 

@@ -20,7 +20,7 @@ from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.export import export_checkpoint
 from distiller.language.files import find_model
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from distiller.language.tying import tied_as_stored
 from distiller.storage.hub import stored_names
 from tests import toy_causal_lm
@@ -140,7 +140,7 @@ def test_experts_in_several_files_are_no_other_matrix_of_one_name(tmp_path, equa
     """The library merges a layer's experts, so their files hold several tensors of one name of the module."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(vocab_size=12, num_experts=2, tie_word_embeddings=True, **sizes)
-    anatomy, embedding = Anatomy(config, False, "teacher"), torch.randn(12, 8)
+    anatomy, embedding = ModelSpec(config, False, "teacher"), torch.randn(12, 8)
     expert = "model.layers.0.mlp.experts.{}.gate_proj.weight"
     shards = [
         {"model.embed_tokens.weight": embedding, expert.format(0): torch.zeros(4, 8)},

@@ -19,7 +19,7 @@ from distiller.errors import UserError
 from distiller.language import behaviour_probe
 from distiller.language.batch import IGNORED
 from distiller.language.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from tests import toy_causal_lm, toys
 
 COMMON: dict[str, Any] = {
@@ -196,14 +196,14 @@ def test_students_cut_out_of_such_a_teacher_change_logits_too(tmp_path, kind, st
 
 def test_what_a_config_says_and_the_library_ignores_is_no_change(tmp_path):
     """A llama has no logit_scale: its forward pass is what counts."""
-    anatomy = Anatomy(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
+    anatomy = ModelSpec(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
     assert anatomy.logit_change.is_plain
     behaviour_probe.check_behaviour(anatomy, "x", packs=True)
 
 
 @pytest.mark.parametrize("wrong", [LogitChange(), LogitChange(4.0), LogitChange(0.25, 5.0)], ids=str)
 def test_a_change_that_is_not_the_librarys_is_refused_by_its_keys(monkeypatch, wrong):
-    anatomy = Anatomy(config_of("granite"), False, "x")
+    anatomy = ModelSpec(config_of("granite"), False, "x")
     monkeypatch.setattr(behaviour_probe, "change_of", lambda _: wrong)
     with pytest.raises(
         UserError, match=r"x: model type granite changes its logits .*\(logits_scaling 4.0 in its config"
@@ -212,12 +212,12 @@ def test_a_change_that_is_not_the_librarys_is_refused_by_its_keys(monkeypatch, w
 
 
 def test_an_unknown_change_of_which_no_small_model_shows_anything_is_refused(monkeypatch):
-    anatomy = Anatomy(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
+    anatomy = ModelSpec(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
     monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
     with pytest.raises(UserError, match=r"x: what model type llama does to its logits by logit_scale 0\.5"):
         behaviour_probe.check_behaviour(anatomy, "x", packs=False)
     # A listed one is known.
-    behaviour_probe.check_behaviour(Anatomy(config_of("granite"), False, "x"), "x", packs=False)
+    behaviour_probe.check_behaviour(ModelSpec(config_of("granite"), False, "x"), "x", packs=False)
 
 
 def test_every_listed_family_is_tested():

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from distiller.errors import UserError, full_disk
-from distiller.storage.growing_tensors import RawColumns
+from distiller.storage.growing_tensors import GrowingTensors
 from distiller.storage.stages import Stage
 from tests import toys
 
@@ -68,7 +68,7 @@ def test_who_makes_for_all_keeps_the_reason_of_a_failure(tmp_path):
 def test_columns_grow_on_the_disk_and_leave_nothing_but_tensors(tmp_path):
     folder = tmp_path / "columns"
     parts = [torch.randn(n, 3, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (2, 0, 5)]
-    with RawColumns(folder) as columns:
+    with GrowingTensors(folder) as columns:
         for part in parts:
             columns.append("wide", part)
             columns.append("flags", part[:, 0] > 0)

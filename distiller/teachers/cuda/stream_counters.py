@@ -20,7 +20,7 @@ _FOR_ALL_DEVICES = 1
 _MAPPED = 2
 
 
-class Signals:
+class StreamCounters:
     """Numbered counters, 0 at first, seen by all ranks of the node. Values only grow."""
 
     def __init__(self, count: int, ranks: Ranks) -> None:

@@ -11,13 +11,13 @@ from accelerate.utils.operations import recursively_apply
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from distiller.teachers.device_map.gpu_ticket_lock import Turns
+from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
 from distiller.teachers.device_map.maps import Location
-from distiller.teachers.device_map.module_partition import Place
+from distiller.teachers.device_map.module_partition import ModulePartition
 from distiller.teachers.weights.layout import Binding, Unit, move_own_buffers
 
 
-class Carrier:
+class DeviceCopies:
     """Copies tensors to devices: one that several blocks get (text, timestep, rotary tables) once a device.
 
     Accelerate's own hook copies it for every block. A copy lives as long as its original, and is made anew when either
@@ -49,24 +49,24 @@ class Carrier:
         return copied
 
 
-class PassingWeights:
+class OnloadedWeights:
     """Tensors that are on the device only while their module runs; on the meta device at all other times."""
 
-    def __init__(self, module: nn.Module, unit: Unit, bring: Callable[[], Tensor]) -> None:
+    def __init__(self, module: nn.Module, unit: Unit, onload: Callable[[], Tensor]) -> None:
         """`bring` returns the unit's bytes on the device; nothing else keeps them."""
-        self._module, self._unit, self._bring = module, unit, bring
+        self._module, self._unit, self._load = module, unit, onload
         self._away = Binding(module, unit)
 
-    def bring(self) -> None:
+    def onload(self) -> None:
         """Lets the module have them."""
-        Binding(self._module, self._unit, self._bring()).bind()
+        Binding(self._module, self._unit, self._load()).bind()
 
-    def take_away(self) -> None:
+    def offload(self) -> None:
         """Lets them go, once the device has used them."""
         self._away.bind()
 
 
-class PlaceHook(ModelHook):
+class DeviceHook(ModelHook):
     """Moves inputs to a device, perhaps weights too, and outputs on to where they are wanted.
 
     Unlike Accelerate's `AlignDevicesHook` it never touches weights that lie in their place, which are views of memory
@@ -75,18 +75,18 @@ class PlaceHook(ModelHook):
 
     def __init__(
         self,
-        carrier: Carrier,
+        carrier: DeviceCopies,
         device: torch.device,
         outputs_to: torch.device | None,
-        weights: PassingWeights | None,
-        turns: Turns | None,
+        weights: OnloadedWeights | None,
+        turns: GpuTicketLock | None,
     ) -> None:
         self._carrier, self._device, self._outputs_to, self._weights = carrier, device, outputs_to, weights
         self._turns = turns
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._weights is not None:
-            self._weights.bring()
+            self._weights.onload()
         here = self._carrier.carry(args, self._device), self._carrier.carry(kwargs, self._device)
         if self._turns is not None:
             self._turns.enter(self._device)
@@ -96,17 +96,17 @@ class PlaceHook(ModelHook):
         if self._turns is not None:
             self._turns.leave(self._device)
         if self._weights is not None:
-            self._weights.take_away()
+            self._weights.offload()
         return output if self._outputs_to is None else self._carrier.carry(output, self._outputs_to)
 
 
 def attach_hooks(
     module: nn.Module,
-    places: Sequence[Place],
+    places: Sequence[ModulePartition],
     device_of: Callable[[Location], torch.device],
-    passing: Mapping[str, PassingWeights],
-    carrier: Carrier,
-    turns: Turns | None = None,
+    passing: Mapping[str, OnloadedWeights],
+    carrier: DeviceCopies,
+    turns: GpuTicketLock | None = None,
 ) -> None:
     """Lets each place compute where it lies. `passing` are the weights that come in, by the place's path.
 
@@ -121,5 +121,5 @@ def attach_hooks(
         outputs_to = None if place.outputs_to is None else device_of(place.outputs_to)
         # Places come before those inside them, which then move theirs on.
         move_own_buffers(submodule, device)
-        hook = PlaceHook(carrier, device, outputs_to, passing.get(place.path), turns if takes_turns else None)
+        hook = DeviceHook(carrier, device, outputs_to, passing.get(place.path), turns if takes_turns else None)
         add_hook_to_module(submodule, hook)

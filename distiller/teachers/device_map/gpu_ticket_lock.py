@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 
 from distiller.distributed.ranks import Ranks
-from distiller.teachers.cuda.stream_counters import Signals
+from distiller.teachers.cuda.stream_counters import StreamCounters
 
 
-class Turns:
+class GpuTicketLock:
     """Gives every pass of every rank a number, and each GPU to one pass after the other in that order.
 
     Streams wait, not the host. Only time depends on it: a pass that comes back to a GPU which it has left computes
@@ -26,7 +26,7 @@ class Turns:
     def __init__(self, devices: Sequence[torch.device], ranks: Ranks) -> None:
         """Communicates."""
         self._devices, self._rank, self._count = list(devices), ranks.local_rank, ranks.local_world_size
-        self._signals = Signals(len(self._devices), ranks)
+        self._signals = StreamCounters(len(self._devices), ranks)
         self._pass_number = -1
         self._module_name = ""
         self._held: set[torch.device] = set()

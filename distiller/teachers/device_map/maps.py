@@ -87,7 +87,7 @@ def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Mo
             )
 
 
-def room_of_devices(
+def budgets_of_devices(
     ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
 ) -> dict[int, int]:
     """Bytes that each of the node's devices has for the teacher.

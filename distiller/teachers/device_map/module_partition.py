@@ -16,7 +16,7 @@ from distiller.teachers.weights.loading import Plan
 
 
 @dataclass(frozen=True)
-class Place:
+class ModulePartition:
     """A submodule that computes in one place.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorGroup:
     """Tensors of a module that lie, or come in, together: one run of bytes.
 
     `stored` is how they are read, with all names that a tensor has; `bound` the same with the names that are here.
@@ -46,7 +46,9 @@ class Part:
     bound: Unit
 
 
-def find_places(plan: Plan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]) -> list[Place]:
+def partition_module(
+    plan: Plan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
+) -> list[ModulePartition]:
     """The largest submodules that lie in one place; the module itself is always the first.
 
     What is not resident comes in for a forward pass, so it is split down to blocks at least. A block's output stays
@@ -58,7 +60,7 @@ def find_places(plan: Plan, device_map: Mapping[str, Location], is_resident: Cal
     saved = list(plan.module.state_dict(keep_vars=True))
     block_names = _blocks(plan)
 
-    def walk(path: str, child: nn.Module, home: Location | None) -> Iterator[Place]:
+    def walk(path: str, child: nn.Module, home: Location | None) -> Iterator[ModulePartition]:
         prefix = f"{path}." if path else ""
         names = [name for name in saved if name.startswith(prefix)]
         if not names:
@@ -68,7 +70,7 @@ def find_places(plan: Plan, device_map: Mapping[str, Location], is_resident: Cal
         outputs_to = None if not path or path in block_names else home
         holds_blocks = any(block.startswith(prefix) for block in block_names)
         if len(set(locations)) == 1 and (is_resident(locations[0]) or not holds_blocks):
-            yield Place(path, tuple(names), locations[0], outputs_to)
+            yield ModulePartition(path, tuple(names), locations[0], outputs_to)
             return
         own = {name: at for name, at in zip(names, locations, strict=True) if "." not in name.removeprefix(prefix)}
         if len(set(own.values())) > 1:
@@ -78,16 +80,16 @@ def find_places(plan: Plan, device_map: Mapping[str, Location], is_resident: Cal
             )
         here = next(iter(own.values()), locations[0] if home is None else home)
         if own or not path:
-            yield Place(path, tuple(own), here, outputs_to)
+            yield ModulePartition(path, tuple(own), here, outputs_to)
         for name, grandchild in child.named_children():
             yield from walk(prefix + name, grandchild, here)
 
     return list(walk("", plan.module, None))
 
 
-def resident_parts(
+def resident_groups(
     plan: Plan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
-) -> list[Part]:
+) -> list[TensorGroup]:
     """What stays where it lies, by location and unit. A tensor with several names is there once for each location."""
     locations: dict[Location, None] = {}
     for unit in plan.units:
@@ -105,14 +107,14 @@ def resident_parts(
     return parts
 
 
-def passing_part(plan: Plan, place: Place) -> Part:
+def onloaded_group(plan: Plan, place: ModulePartition) -> TensorGroup:
     """What comes in together when a place that is not resident runs; its units are named by the place's path."""
     here = set(place.names)
     kept = [(entry, tuple(n for n in entry.names if n in here)) for unit in plan.units for entry in unit.entries]
     return _pack(plan.name, place.location, place.path, [(entry, names) for entry, names in kept if names])
 
 
-def give_own_slots(plan: Plan) -> None:
+def separate_shared_names(plan: Plan) -> None:
     """Makes the names of a shared tensor independent, where they are in different units or one module has them all.
 
     One device may then have the tensor under one name, and another device under the next. Weights must be on the meta
@@ -144,10 +146,12 @@ def _at(name: str, device_map: Mapping[str, Location]) -> Location:
     return location
 
 
-def _pack(module_name: str, location: Location, name: str, kept: Sequence[tuple[Entry, tuple[str, ...]]]) -> Part:
+def _pack(
+    module_name: str, location: Location, name: str, kept: Sequence[tuple[Entry, tuple[str, ...]]]
+) -> TensorGroup:
     entries, offset = [], 0
     for entry, _ in kept:
         entries.append(replace(entry, offset=offset))
         offset += -(-entry.num_bytes // ALIGNMENT) * ALIGNMENT
     bound = [replace(entry, names=names) for entry, (_, names) in zip(entries, kept, strict=True)]
-    return Part(module_name, location, Unit(name, tuple(entries), offset), Unit(name, tuple(bound), offset))
+    return TensorGroup(module_name, location, Unit(name, tuple(entries), offset), Unit(name, tuple(bound), offset))

@@ -9,17 +9,17 @@ import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
-from distiller.teachers.base import Agenda, Call, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.device_map.device_hooks import Carrier, PassingWeights, attach_hooks
-from distiller.teachers.device_map.gpu_ticket_lock import Turns
-from distiller.teachers.device_map.maps import DeviceMap, Location, Packing, room_of_devices
+from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.device_map.device_hooks import DeviceCopies, OnloadedWeights, attach_hooks
+from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
+from distiller.teachers.device_map.maps import DeviceMap, Location, Packing, budgets_of_devices
 from distiller.teachers.device_map.module_partition import (
-    Part,
-    Place,
-    find_places,
-    give_own_slots,
-    passing_part,
-    resident_parts,
+    ModulePartition,
+    TensorGroup,
+    onloaded_group,
+    partition_module,
+    resident_groups,
+    separate_shared_names,
 )
 from distiller.teachers.streaming.copiers import FileReader
 from distiller.teachers.weights.layout import REST, Binding, own_buffer_bytes
@@ -31,7 +31,7 @@ MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
 """(module without weights, its blocks, bytes that each device has for it) -> where its parts go."""
 
 
-class SpreadTeacher(Teacher):
+class DeviceMapTeacher(Teacher):
     """Weights that the node's ranks share, and hooks that take each rank's own forward pass through them.
 
     Abstract: a placement hands it the map.
@@ -51,13 +51,13 @@ class SpreadTeacher(Teacher):
         self._network, self._ranks, self._device = network, setup.ranks, _numbered(setup.ranks.device)
         plans = plan_held(network, setup, is_reader=setup.ranks.is_local_main or reads_in_use)
         for plan in plans:
-            give_own_slots(plan)
+            separate_shared_names(plan)
         self._modules = {plan.name: plan.module for plan in plans}
         self._files = {plan.name: plan.files for plan in plans if plan.files is not None}
         self._gpus_of_ranks = setup.ranks.gather_on_node(self._device.index)
 
         def make_maps() -> list[DeviceMap]:
-            room = room_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
+            room = budgets_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
             packing = pack(plans, make_map, room, reads_in_use)
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
@@ -80,12 +80,12 @@ class SpreadTeacher(Teacher):
 
         bring = [(part, partial(self._copy_from_host, number)) for number, part in enumerate(from_host, len(lying))]
         bring += [(part, partial(self._read, number)) for number, part in enumerate(from_disk)]
-        carrier, gpus = Carrier(), [torch.device("cuda", gpu) for gpu in sorted(self._shared.gpu_bytes)]
+        carrier, gpus = DeviceCopies(), [torch.device("cuda", gpu) for gpu in sorted(self._shared.gpu_bytes)]
         takes_turns = self._device.type == "cuda" and setup.ranks.local_world_size > 1 and bool(gpus)
-        self._turns = Turns(gpus, setup.ranks) if takes_turns else None
+        self._turns = GpuTicketLock(gpus, setup.ranks) if takes_turns else None
         for name, module in self._modules.items():
             weights = {
-                part.bound.name: PassingWeights(module, part.bound, get)
+                part.bound.name: OnloadedWeights(module, part.bound, get)
                 for part, get in bring
                 if part.module_name == name
             }
@@ -121,20 +121,20 @@ class SpreadTeacher(Teacher):
 
     def _apply(
         self, plans: Sequence[Plan], maps: Sequence[DeviceMap]
-    ) -> tuple[list[Part], dict[str, list[Place]], list[Part]]:
+    ) -> tuple[list[TensorGroup], dict[str, list[ModulePartition]], list[TensorGroup]]:
         """What stays where it lies, every module's places, and what comes in when a place runs."""
         lying, places, passing = [], {}, []
         for plan, device_map in zip(plans, maps, strict=True):
-            lying += resident_parts(plan, device_map, self._is_resident)
-            places[plan.name] = find_places(plan, device_map, self._is_resident)
+            lying += resident_groups(plan, device_map, self._is_resident)
+            places[plan.name] = partition_module(plan, device_map, self._is_resident)
             passing += [
-                passing_part(plan, place)
+                onloaded_group(plan, place)
                 for place in places[plan.name]
                 if place.names and not self._is_resident(place.location)
             ]
         return lying, places, passing
 
-    def _run(self, agenda: Agenda) -> list[list[Outputs]]:
+    def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         device = self._device
         results = []
         for name, calls in agenda:
@@ -199,7 +199,7 @@ def pack(plans: Sequence[Plan], make_map: MakeMap, room: Mapping[int, int], read
         blocks = [unit.name for unit in plan.units if unit.name != REST]
         device_map = make_map(plan.module, blocks, {number: free - gaps for number, free in left.items()})
         maps.append(device_map)
-        for part in resident_parts(plan, device_map, lambda _: True):
+        for part in resident_groups(plan, device_map, lambda _: True):
             if isinstance(part.location, int):
                 left[part.location] -= part.stored.num_bytes
             elif part.location == "disk" and not reads_in_use:

@@ -18,7 +18,7 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.sharding.sharded_modules import Shards, units_in_turn
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import ALIGNMENT, REST, Entry, Unit, move_own_buffers
-from distiller.teachers.weights.loading import Plan, load_everywhere, plan_modules
+from distiller.teachers.weights.loading import Plan, load_on_all_ranks, plan_modules
 
 
 class FullyShardedModules(Shards):
@@ -37,7 +37,7 @@ class FullyShardedModules(Shards):
         self.modules = {plan.name: plan.module for plan in plans}
         if ranks.world_size == 1:
             for plan in plans:
-                load_everywhere(plan, plan.units, ranks)
+                load_on_all_ranks(plan, plan.units, ranks)
                 plan.close_files()
             return
         offloads = options.offload == "cpu"

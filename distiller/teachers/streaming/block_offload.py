@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from distiller.teachers.base import Agenda, Network, Outputs
-from distiller.teachers.streaming.buffer_pool import Feed, Ring, Slot
-from distiller.teachers.streaming.interleaved_forward import Lockstep
+from distiller.teachers.base import ModuleCalls, Network, Outputs
+from distiller.teachers.streaming.buffer_pool import BlockBuffer, BufferPool, Copier
+from distiller.teachers.streaming.interleaved_forward import InterleavedForward
 from distiller.teachers.weights.layout import Binding, Unit
 
 
 @dataclass(frozen=True)
-class PassingUnit:
+class OffloadedBlock:
     """A block that passes: its module's name, the module that holds it, and its layout."""
 
     module_name: str
@@ -23,7 +23,7 @@ class PassingUnit:
     unit: Unit
 
 
-class PassingModules:
+class OffloadedModules:
     """Runs calls on modules of which some blocks are in the ring only while they compute.
 
     A block's weights are on the meta device whenever it is not running, so using them at any other time is an error and
@@ -34,43 +34,43 @@ class PassingModules:
         self,
         network: Network,
         modules: dict[str, nn.Module],
-        units: Sequence[PassingUnit],
-        slots: Sequence[Slot],
-        feed: Feed,
+        units: Sequence[OffloadedBlock],
+        slots: Sequence[BlockBuffer],
+        feed: Copier,
         device: torch.device,
         amortise: bool,
     ) -> None:
         self._network, self._modules, self._amortise = network, modules, amortise
-        self._units: Sequence[PassingUnit] = units
-        self._ring, self._lockstep, self._num_slots = Ring(slots, feed), Lockstep(device), len(slots)
+        self._units: Sequence[OffloadedBlock] = units
+        self._pool, self._interleaved, self._num_slots = BufferPool(slots, feed), InterleavedForward(device), len(slots)
         self._bindings: dict[tuple[int, int], Binding] = {}
         self._handles = []
         for number, passing in enumerate(units):
             block = passing.module.get_submodule(passing.unit.name)
-            self._handles.append(block.register_forward_pre_hook(self._bring(number)))
-            self._handles.append(block.register_forward_hook(self._take_away(number), always_call=True))
+            self._handles.append(block.register_forward_pre_hook(self._onload(number)))
+            self._handles.append(block.register_forward_hook(self._offload(number), always_call=True))
 
-    def run(self, agenda: Agenda) -> list[list[Outputs]]:
+    def run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         """Outputs of each call; with `amortise`, the calls of a module pass each block together."""
         route = []
         for name, calls in agenda:
             numbers = [number for number, passing in enumerate(self._units) if passing.module_name == name]
             route += numbers * (1 if self._amortise else len(calls))
         # The next step is likely to begin as this one did.
-        self._ring.expect(route, then=route[: self._num_slots])
+        self._pool.schedule(route, then=route[: self._num_slots])
         results = []
         for name, calls in agenda:
             module = self._modules[name]
             passes = [lambda call=call, module=module: self._network.run(module, call) for call in calls]
             groups = [passes] if self._amortise else [[one] for one in passes]
-            results.append([outputs for group in groups for outputs in self._lockstep.run(group)])
-        self._ring.leave()
+            results.append([outputs for group in groups for outputs in self._interleaved.run(group)])
+        self._pool.release()
         return results
 
     def close(self) -> None:
         """Waits for copies under way, and lets modules and buffers go."""
-        self._ring.close()
-        self._lockstep.close()
+        self._pool.close()
+        self._interleaved.close()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -78,10 +78,10 @@ class PassingModules:
         self._bindings.clear()
         self._units = ()
 
-    def _bring(self, number: int):
+    def _onload(self, number: int):
         def hook(block: nn.Module, args: tuple[Tensor, ...]) -> None:
-            self._lockstep.pause()
-            slot = self._ring.enter(number)
+            self._interleaved.switch()
+            slot = self._pool.acquire(number)
             key = number, slot.buffer.data_ptr()
             if key not in self._bindings:
                 passing = self._units[number]
@@ -90,7 +90,7 @@ class PassingModules:
 
         return hook
 
-    def _take_away(self, number: int):
+    def _offload(self, number: int):
         passing = self._units[number]
         away = Binding(passing.module, passing.unit)
 
@@ -100,10 +100,10 @@ class PassingModules:
         return hook
 
 
-def make_slots(num_bytes: int, num_slots: int, device: torch.device) -> list[Slot]:
+def allocate_buffers(num_bytes: int, num_slots: int, device: torch.device) -> list[BlockBuffer]:
     """Buffers of this size on the device."""
     return [
-        Slot(
+        BlockBuffer(
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
             used=torch.cuda.Event() if device.type == "cuda" else None,
         )

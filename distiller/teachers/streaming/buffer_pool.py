@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(eq=False)
-class Slot:
+class BlockBuffer:
     """A buffer [bytes] uint8 on the device, the unit that is in it or on its way, and what follows its last reader."""
 
     buffer: Tensor
@@ -20,15 +20,15 @@ class Slot:
     used: torch.cuda.Event | None = field(default=None)
 
 
-class Feed(ABC):
+class Copier(ABC):
     """Brings units into slots, in the order in which they are started."""
 
     @abstractmethod
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         """Begins to bring `slot.unit` into the slot, once `slot.used` has passed. Does not wait."""
 
     @abstractmethod
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         """Lets the current stream (on the CPU: the caller) wait until the unit is there."""
 
     @abstractmethod
@@ -36,7 +36,7 @@ class Feed(ABC):
         """Waits for what is under way and frees what the feed holds."""
 
 
-class Ring:
+class BufferPool:
     """Slots in the order in which their units will be used.
 
     A slot is free again when the next unit is entered; what comes next is known (`expect`), so its copy starts then. A
@@ -44,34 +44,34 @@ class Ring:
     them, never by its number.
     """
 
-    def __init__(self, slots: Sequence[Slot], feed: Feed) -> None:
-        self._idle, self._flying = deque(slots), deque[Slot]()
-        self._coming, self._current = deque[int](), None
+    def __init__(self, slots: Sequence[BlockBuffer], feed: Copier) -> None:
+        self._idle, self._in_flight = deque(slots), deque[BlockBuffer]()
+        self._upcoming, self._current = deque[int](), None
         self._feed = feed
 
-    def expect(self, units: Sequence[int], then: Sequence[int]) -> None:
+    def schedule(self, units: Sequence[int], then: Sequence[int]) -> None:
         """Says which units pass next, and which are likely to follow (the next step's first ones)."""
         kept = 0
-        while kept < min(len(units), len(self._flying)) and self._flying[kept].unit == units[kept]:
+        while kept < min(len(units), len(self._in_flight)) and self._in_flight[kept].unit == units[kept]:
             kept += 1
-        while len(self._flying) > kept:
-            self._idle.append(self._flying.pop())
-        self._coming = deque([*units[kept:], *then])
+        while len(self._in_flight) > kept:
+            self._idle.append(self._in_flight.pop())
+        self._upcoming = deque([*units[kept:], *then])
         self._start_copies()
 
-    def enter(self, unit: int) -> Slot:
+    def acquire(self, unit: int) -> BlockBuffer:
         """The slot that holds the unit; the current stream waits for it. The unit before it is no longer needed."""
         if self._current is not None and self._current.unit == unit:
             return self._current
-        self.leave()
+        self.release()
         self._skip_to(unit)
-        slot = self._flying.popleft()
+        slot = self._in_flight.popleft()
         # First: a slot whose copy has failed must not look filled.
         self._feed.wait(slot)
         self._current = slot
         return slot
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """The last unit entered is no longer needed; its slot is filled anew."""
         if self._current is None:
             return
@@ -85,24 +85,24 @@ class Ring:
         """Waits for copies under way and lets the buffers go."""
         self._feed.close()
         self._idle.clear()
-        self._flying.clear()
-        self._coming.clear()
+        self._in_flight.clear()
+        self._upcoming.clear()
         self._current = None
 
     def _skip_to(self, unit: int) -> None:
-        while self._flying and self._flying[0].unit != unit:
-            self._idle.append(self._flying.popleft())
-        if self._flying:
+        while self._in_flight and self._in_flight[0].unit != unit:
+            self._idle.append(self._in_flight.popleft())
+        if self._in_flight:
             return
-        while self._coming and self._coming[0] != unit and unit in self._coming:
-            self._coming.popleft()
-        if not self._coming or self._coming[0] != unit:
-            self._coming.appendleft(unit)
+        while self._upcoming and self._upcoming[0] != unit and unit in self._upcoming:
+            self._upcoming.popleft()
+        if not self._upcoming or self._upcoming[0] != unit:
+            self._upcoming.appendleft(unit)
         self._start_copies()
 
     def _start_copies(self) -> None:
-        while self._idle and self._coming:
+        while self._idle and self._upcoming:
             slot = self._idle.popleft()
-            slot.unit = self._coming.popleft()
+            slot.unit = self._upcoming.popleft()
             self._feed.start(slot)
-            self._flying.append(slot)
+            self._in_flight.append(slot)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distiller.errors import RunError
 from distiller.storage.weight_files import WeightFiles
-from distiller.teachers.streaming.buffer_pool import Feed, Slot
+from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
 from distiller.teachers.weights.layout import Entry, Unit
 
 # torch 2.13 gave it another name, and warns about this one.
@@ -24,14 +24,14 @@ Pieces = Callable[[int], Tensor]
 """Unit number -> its bytes in host memory."""
 
 
-class HostFeed(Feed):
+class HostCopier(Copier):
     """From host memory to a GPU, on a stream of its own: nothing waits on the host."""
 
     def __init__(self, pieces: Pieces, device: torch.device) -> None:
         self._pieces, self._device, self._stream = pieces, device, torch.cuda.Stream(device)
         self._ready: dict[int, torch.cuda.Event] = {}
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         piece = self._pieces(slot.unit)
         assert slot.used is not None
         with torch.cuda.stream(self._stream):
@@ -39,14 +39,14 @@ class HostFeed(Feed):
             slot.buffer[: piece.numel()].copy_(piece, non_blocking=True)
             self._ready.setdefault(id(slot), torch.cuda.Event()).record(self._stream)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._ready[id(slot)])
 
     def close(self) -> None:
         self._stream.synchronize()
 
 
-class GatherFeed(Feed):
+class GatherCopier(Copier):
     """Each of the node's ranks copies its share of a unit from host memory to its GPU, and all gather the shares.
 
     For GPUs that cannot write to each other's memory, and for the CPU, where a thread does the work; otherwise see
@@ -61,7 +61,7 @@ class GatherFeed(Feed):
         self._thread = ThreadPoolExecutor(1) if device.type == "cpu" else None
         self._work: dict[int, dist.Work | Future[None]] = {}
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         if self._thread is not None:
             self._work[id(slot)] = self._thread.submit(self._gather, slot, slot.unit)
             return
@@ -73,7 +73,7 @@ class GatherFeed(Feed):
             self._stream.wait_event(slot.used)
             self._work[id(slot)] = self._gather(slot, slot.unit)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         work = self._work.pop(id(slot))
         if isinstance(work, Future):
             work.result()
@@ -88,7 +88,7 @@ class GatherFeed(Feed):
                 work.wait()
             torch.cuda.synchronize(self._device)
 
-    def _gather(self, slot: Slot, unit: int) -> Any:
+    def _gather(self, slot: BlockBuffer, unit: int) -> Any:
         piece = self._pieces(unit)
         share = piece.numel() // self._num_ranks
         own = slice(self._rank * share, (self._rank + 1) * share)
@@ -98,7 +98,7 @@ class GatherFeed(Feed):
         return _all_gather(whole, slot.buffer[own], group=self._group, async_op=is_async)
 
 
-class ThreadFeed(Feed):
+class ThreadCopier(Copier):
     """On the CPU, from host memory by a thread, so that the order of copies and reads is that of a GPU."""
 
     def __init__(self, fill: Callable[[int, Tensor], object], close: Callable[[], None] = lambda: None) -> None:
@@ -106,10 +106,10 @@ class ThreadFeed(Feed):
         self._fill, self._close, self._thread = fill, close, ThreadPoolExecutor(1)
         self._done: dict[int, Future[object]] = {}
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         self._done[id(slot)] = self._thread.submit(self._fill, slot.unit, slot.buffer)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         self._done[id(slot)].result()
 
     def close(self) -> None:
@@ -145,7 +145,7 @@ def _read_entry(entry: Entry, files: WeightFiles, buffer: Tensor) -> None:
     files.read(name, entry.view(buffer))
 
 
-class FileFeed(Feed):
+class FileCopier(Copier):
     """From files to a GPU: a thread reads ahead into page-locked staging memory and queues the copy from there."""
 
     def __init__(self, reader: FileReader, staging: Sequence[Tensor], device: torch.device) -> None:
@@ -155,10 +155,10 @@ class FileFeed(Feed):
         self._staging = deque((buffer, torch.cuda.Event()) for buffer in staging)
         self._ready: dict[int, Future[torch.cuda.Event]] = {}
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         self._ready[id(slot)] = self._thread.submit(self._bring, slot, slot.unit)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         # The host waits only until the file has been read, the device for the copy.
         torch.cuda.current_stream(self._device).wait_event(self._ready[id(slot)].result())
 
@@ -168,7 +168,7 @@ class FileFeed(Feed):
         self._reader.close()
         self._staging.clear()
 
-    def _bring(self, slot: Slot, unit: int) -> torch.cuda.Event:
+    def _bring(self, slot: BlockBuffer, unit: int) -> torch.cuda.Event:
         assert slot.used is not None
         buffer, copied = self._staging.popleft()
         copied.synchronize()

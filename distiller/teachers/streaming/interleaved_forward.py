@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 
-class Lockstep:
+class InterleavedForward:
     """Runs functions in threads of which only one is awake at a time; they change turns in `pause`.
 
     The threads stay for the next time: torch keeps cuDNN's plans by thread, and a new one would choose each anew.
@@ -54,7 +54,7 @@ class Lockstep:
             finally:
                 self._alive[number] = False
                 del self._numbers[threading.get_ident()]
-                self._hand_over(number)
+                self._wake_next(number)
 
         pool = self._threads(len(functions))
         futures = [pool.submit(body, number) for number in range(len(functions))]
@@ -64,12 +64,12 @@ class Lockstep:
             raise self._failure
         return results
 
-    def pause(self) -> None:
+    def switch(self) -> None:
         """Lets the others run up to their next block. Does nothing outside of `run`'s threads."""
         number = self._numbers.get(threading.get_ident())
         if number is None:
             return
-        if self._hand_over(number):
+        if self._wake_next(number):
             self._turns[number].acquire()
         if self._failure is not None:
             raise RuntimeError("another forward pass of this step failed") from self._failure
@@ -82,10 +82,10 @@ class Lockstep:
     def _threads(self, count: int) -> ThreadPoolExecutor:
         if self._pool is None or self._num_threads < count:
             self.close()
-            self._pool, self._num_threads = ThreadPoolExecutor(count, thread_name_prefix="lockstep"), count
+            self._pool, self._num_threads = ThreadPoolExecutor(count, thread_name_prefix="interleaved"), count
         return self._pool
 
-    def _hand_over(self, number: int) -> bool:
+    def _wake_next(self, number: int) -> bool:
         """Wakes the next one that is alive; whether there was another."""
         count = len(self._alive)
         for other in ((number + offset) % count for offset in range(1, count)):

@@ -14,20 +14,20 @@ import torch
 from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.teachers.cuda import driver
-from distiller.teachers.cuda.stream_counters import Signals
-from distiller.teachers.streaming.buffer_pool import Feed, Slot
+from distiller.teachers.cuda.stream_counters import StreamCounters
+from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
 from distiller.teachers.streaming.copiers import Pieces
 from distiller.teachers.weights.gpu_copy import check_same_gpus
 
 
-class PeerFeed(Feed):
+class PeerCopier(Copier):
     """Communicates by memory alone, in stream order: every rank of the node starts the same units in the same slots.
 
     Counters, by (rank, slot): how often a slot of that rank was free to be filled, and how many shares from each other
     rank have arrived in it. A round is one filling of one slot; all ranks count alike.
     """
 
-    def __init__(self, pieces: Pieces, slots: Sequence[Slot], ranks: Ranks) -> None:
+    def __init__(self, pieces: Pieces, slots: Sequence[BlockBuffer], ranks: Ranks) -> None:
         """Maps the slots of the node's other GPUs. Communicates. Raises UserError where that is not possible."""
         self._pieces, self._ranks, self._device = pieces, ranks, ranks.device
         self._me, self._count = ranks.local_rank, ranks.local_world_size
@@ -36,13 +36,13 @@ class PeerFeed(Feed):
         self._copying, self._passing = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
         self._copied = [torch.cuda.Event() for _ in slots]
         self._passed = [torch.cuda.Event() for _ in slots]
-        self._signals = Signals(self._count * len(slots) * (1 + self._count), ranks)
+        self._signals = StreamCounters(self._count * len(slots) * (1 + self._count), ranks)
         self._mapped: dict[bytes, int] = {}
         check_same_gpus(ranks)
         with torch.cuda.device(self._device):
             self._theirs = self._map_slots(slots)
 
-    def start(self, slot: Slot) -> None:
+    def start(self, slot: BlockBuffer) -> None:
         number, piece = self._numbers[id(slot)], self._pieces(slot.unit)
         share = piece.numel() // self._count
         own = slice(self._me * share, (self._me + 1) * share)
@@ -67,7 +67,7 @@ class PeerFeed(Feed):
                 self._signals.write(self._arrived(peer, number, self._me), self._rounds[number], self._passing)
             self._passed[number].record(self._passing)
 
-    def wait(self, slot: Slot) -> None:
+    def wait(self, slot: BlockBuffer) -> None:
         number, stream = self._numbers[id(slot)], torch.cuda.current_stream(self._device)
         stream.wait_event(self._copied[number])
         self._wait_for_shares(number, stream)
@@ -93,7 +93,7 @@ class PeerFeed(Feed):
     def _arrived(self, rank: int, slot: int, sender: int) -> int:
         return self._free(rank, slot) + 1 + sender
 
-    def _map_slots(self, slots: Sequence[Slot]) -> list[list[int]]:
+    def _map_slots(self, slots: Sequence[BlockBuffer]) -> list[list[int]]:
         """Addresses of the slots of every rank of the node; of this one, its own."""
         addresses: list[list[int]] = []
 

@@ -53,7 +53,7 @@ def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.d
     return plans
 
 
-def load_everywhere(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
+def load_on_all_ranks(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
     """Puts units on every rank's device: rank 0 reads, the others receive. Returns their bytes. Communicates.
 
     The host holds one unit at a time, and only on rank 0.

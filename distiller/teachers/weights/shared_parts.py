@@ -9,7 +9,7 @@ from torch import Tensor
 
 from distiller.distributed.ranks import Ranks
 from distiller.storage.weight_files import WeightFiles
-from distiller.teachers.device_map.module_partition import Part
+from distiller.teachers.device_map.module_partition import TensorGroup
 from distiller.teachers.weights.gpu_copy import GpuCopy
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.loading import fill
@@ -35,7 +35,9 @@ class SharedParts:
         self._spots, self._gpus, self._host = spots, gpus, host
 
     @staticmethod
-    def make(parts: Sequence[Part], files: Mapping[str, WeightFiles], ranks: Ranks, page_lock: bool) -> SharedParts:
+    def make(
+        parts: Sequence[TensorGroup], files: Mapping[str, WeightFiles], ranks: Ranks, page_lock: bool
+    ) -> SharedParts:
         """Allocates, maps and fills. Communicates; returns when all of it is there.
 
         Args:
@@ -90,7 +92,7 @@ class SharedParts:
             self._host.close()
         self._gpus = self._host = None
 
-    def _fill(self, parts: Sequence[Part], files: Mapping[str, WeightFiles]) -> None:
+    def _fill(self, parts: Sequence[TensorGroup], files: Mapping[str, WeightFiles]) -> None:
         sources = [(part.stored, files[part.module_name]) for part in parts]
         fill(sources, [self.piece(number) for number in range(len(parts))])
         if self._gpus is not None:

@@ -21,8 +21,8 @@ from distiller.cache.manifest import KEY_FILE, check_key
 from distiller.cache.shards import write_shard
 from distiller.data.loading import batches_of
 from distiller.data.order import SampleKey
-from distiller.distributed.liveness import RollCall
-from distiller.distributed.process import settle_loader_worker
+from distiller.distributed.liveness import LivenessBarrier
+from distiller.distributed.process import initialize_loader_worker
 from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.storage.durable_writes import write_durably
@@ -65,7 +65,7 @@ class Measured:
 
 
 @final
-class Filling:
+class CacheWriter:
     """One cache being made. Every rank calls every method, in the same order."""
 
     def __init__(
@@ -121,9 +121,9 @@ class Filling:
             ) as bar,
         ):
             written: Future[None] | None = None
-            others = RollCall(ranks)
+            others = LivenessBarrier(ranks)
             for shard, is_own in shards:
-                others.answer()
+                others.arrive()
                 samples: list[Outputs] = []
                 for _ in range(per_shard):
                     samples += self._ask(next(groups))
@@ -147,7 +147,7 @@ class Filling:
             collate_fn=LiveCollation(self._task),
             num_workers=self._batching.num_workers,
             pin_memory=device.type == "cuda",
-            worker_init_fn=settle_loader_worker,
+            worker_init_fn=initialize_loader_worker,
         )
         batches = batches_of(loader)
         for _ in groups:

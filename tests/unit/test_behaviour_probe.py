@@ -20,7 +20,7 @@ from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.language import behaviour_probe
-from distiller.language.model_spec import Anatomy
+from distiller.language.model_spec import ModelSpec
 from tests import toy_causal_lm
 
 SMALL: dict[str, Any] = {"vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 3}
@@ -43,7 +43,7 @@ CONFIGS = {
 )
 def test_a_small_model_shows_whether_documents_see_each_other(kind, separates):
     state = torch.get_rng_state()
-    anatomy = Anatomy(CONFIGS[kind], False, kind)
+    anatomy = ModelSpec(CONFIGS[kind], False, kind)
     behaviour = behaviour_probe.observe(anatomy)
     assert behaviour == behaviour_probe.Behaviour(is_causal=True, separates=separates, has_known_logits=True)
     assert torch.equal(torch.get_rng_state(), state)
@@ -65,7 +65,7 @@ def test_models_whose_documents_would_see_each_other_are_not_packed(tmp_path, ki
 
 
 def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
-    anatomy = Anatomy(CONFIGS["llama"], False, "x")
+    anatomy = ModelSpec(CONFIGS["llama"], False, "x")
     monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
     assert behaviour_probe.observe(anatomy) is None
     behaviour_probe.check_behaviour(anatomy, "x", packs=True)
@@ -78,12 +78,12 @@ def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
 def test_a_model_with_weights_behind_its_body_is_refused():
     for config in (BertConfig(**HEADS), ModernBertDecoderConfig(**HEADS, pad_token_id=0)):
         with pytest.raises(UserError, match=r"x: \w+ has \S+ between its blocks and its output layer"):
-            Anatomy(config, False, "x")
+            ModelSpec(config, False, "x")
 
 
 def test_a_model_whose_tokens_see_what_follows_is_refused():
     small = HEADS | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
-    behaviour_probe.check_behaviour(Anatomy(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
-    anatomy = Anatomy(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
+    behaviour_probe.check_behaviour(ModelSpec(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
+    anatomy = ModelSpec(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
     with pytest.raises(UserError, match="lets a token see those that follow it"):
         behaviour_probe.check_behaviour(anatomy, "x", packs=False)
