@@ -146,7 +146,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         return Finished(last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     if resume and ranks.is_main:
-        print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
+        print(claim.resume_message(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
     is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
     check_shared_stages(recipe, is_missing, ranks)

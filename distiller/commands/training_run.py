@@ -68,8 +68,8 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
     if run.accelerator.is_main_process:
         _write_summary(run, outcome)
     _leave(run)
-    if outcome.lost is not None:
-        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
+    if outcome.save_error is not None:
+        raise CheckpointError(f"{outcome.save_error}; the student is complete, in {run_dir / 'student'}")
 
 
 def start_trackers(run: Run) -> None:

@@ -42,7 +42,7 @@ ALTERNATIVES = (
         ),
     ),
 )
-"""Ways to say one thing, each a tuple of keys, of which a recipe uses one."""
+"""Alternative settings, each a tuple of keys; a recipe uses one tuple of each group."""
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -110,10 +110,10 @@ def dump(recipe: Recipe) -> str:
 
 
 def _kind_of(data: Mapping[str, Any], origin: str, given: Mapping[str, str]) -> str:
-    """What `task.kind` says, and where it is left out, what the teacher is.
+    """`task.kind`, or where it is left out, the teacher's kind.
 
-    Of a teacher that is not there, the first task that has all the recipe's keys, whose own checks then say what is
-    wrong with the path.
+    If the teacher does not exist, the first task that accepts all keys of the recipe: its own checks then report the
+    path.
     """
     task = data.get("task")
     if not isinstance(task, Mapping) or "kind" not in task:
@@ -141,7 +141,7 @@ def _with_kind(data: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
-    """Sets what an override says, and returns its key."""
+    """Applies an override to the data, and returns its key."""
     key, separator, text = override.partition("=")
     parts = key.split(".")
     if not separator or not all(parts):
@@ -163,7 +163,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
 
 
 def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
-    """An override replaces what the file says in another way: `student.num_layers=4` the file's `student.config`."""
+    """Removes the file's alternatives to an override: `student.num_layers=4` replaces `student.config`."""
     for ways in ALTERNATIVES:
         chosen = [way for way in ways if given.intersection(way)]
         others = [key for way in ways if way not in chosen for key in way] if chosen else []
@@ -215,7 +215,7 @@ def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str
 
 def _has_key(recipe: type[Recipe], key: str) -> bool:
     """Whether the recipes of a task have this key, or a section of this name."""
-    return any(known == key or known.startswith(f"{key}.") for known in _all_keys(recipe))
+    return any(other == key or other.startswith(f"{key}.") for other in _all_keys(recipe))
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -230,7 +230,7 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     """The first wrong key, and one line on it: what stands there, and every form that it may have."""
     problems = error.errors(include_url=False)
     place = _place(problems[0])
-    # The members of a union fail one by one; those that came furthest say best what is wrong.
+    # Each member of a union reports its own error; those at the deepest location are the most specific.
     same = [problem for problem in problems if _place(problem)[: len(place)] == place]
     deepest = max(len(problem["loc"]) for problem in same)
     same = [problem for problem in same if len(problem["loc"]) == deepest]
@@ -268,7 +268,7 @@ def _rule(problem: Mapping[str, Any]) -> str:
 
 
 def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Where the problem lies, without the names of union members that pydantic puts there; users know no such key."""
+    """The key of the problem, without the names of union members that pydantic adds to it."""
     return tuple(
         part
         for part in problem["loc"]

@@ -156,6 +156,7 @@ class Ranks:
         return cast("T", result)
 
 
+@final
 @dataclass(frozen=True)
 class _Failure:
     """An exception as it travels between ranks: its text in one line, and whether it was a UserError."""

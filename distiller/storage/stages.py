@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from filelock import FileLock
 
@@ -28,6 +28,7 @@ from distiller.storage.stage_folders import StageFolders
 KEY_FILE = "key.json"
 
 
+@final
 @dataclass(frozen=True)
 class Stage:
     """One stage's output folder, found by its key. `key` is for JSON."""
