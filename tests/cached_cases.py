@@ -1,4 +1,4 @@
-"""The placement `cached` as the contract runs it: what a live teacher answered, through a cache's files."""
+"""The placement `cached` for the contract tests: a live teacher's outputs, written to a cache and read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.toy_task import Sequences
 
 
 class FromFiles(Teacher):
-    """Asks a live teacher, writes the answers, and hands `CachedTeacher` what it reads of them."""
+    """Writes a live teacher's outputs to a cache, and reads them by `CachedTeacher`."""
 
     def __init__(self, live: Teacher, network: Network, setup: Setup) -> None:
         self.live, self.cached = live, CachedTeacher(network, setup)

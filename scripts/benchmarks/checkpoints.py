@@ -63,7 +63,7 @@ class Student:
 
     def step(self) -> None:
         """One update."""
-        # As in the trainer: Accelerate puts FSDP2's forward under no autocast of its own.
+        # As in the trainer: Accelerate does not wrap FSDP2's forward in autocast.
         with self._accelerator.autocast():
             outputs = self.module(**self._inputs, return_dict=False)
         loss = outputs[0].float().square().mean()
