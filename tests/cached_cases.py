@@ -1,4 +1,4 @@
-"""The placement `cached` as the contract runs it: what a live teacher answered, through a cache's files."""
+"""The placement `cached` for the contract tests: a live teacher's outputs, written to a cache and read back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.toy_task import Sequences
 
 
 class FromFiles(Teacher):
-    """Asks a live teacher, writes the answers, and hands `CachedTeacher` what it reads of them."""
+    """Writes a live teacher's outputs to a cache, and reads them by `CachedTeacher`."""
 
     def __init__(self, live: Teacher, network: Network, setup: Setup) -> None:
         self.live, self.cached = live, CachedTeacher(network, setup)
@@ -52,6 +52,6 @@ def fill_cache(folder: Path, task: Task[Any, Any], teacher: Teacher, batch_size:
     ranks = Ranks.join(device)
     layout = Layout(num_samples=16, draws=1, per_shard=8, seed=0)
     filling = CacheWriter(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
-    ranks.wait()
+    ranks.barrier()
     filling.fill(layout, filling.missing(layout))
     return layout

@@ -47,7 +47,7 @@ class Sequences(Dataset[tuple[int, Tensor]]):
 
 
 class LinearTeacher(Teacher):
-    """Answers with a fixed linear map and counts its calls."""
+    """A teacher that applies a fixed linear map and counts its calls."""
 
     def __init__(self) -> None:
         self.weight, self.num_calls = rng.noise(9, 0, 0, (DIM, DIM)), 0
