@@ -28,7 +28,7 @@ from distiller.teachers.streaming.block_offload import OffloadedBlock, Offloaded
 from distiller.teachers.streaming.copiers import ThreadCopier
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
-from distiller.teachers.weights.loading import Plan, fill, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, load_units, plan_modules
 
 CPU = torch.device("cpu")
 NUM_WIDE_SLOTS = 2
@@ -70,9 +70,9 @@ class CpuTeacher(Teacher):
         self._modules.clear()
         self._host.close()
 
-    def _fill(self, plans: Sequence[Plan]) -> None:
+    def _fill(self, plans: Sequence[ModulePlan]) -> None:
         sources = [(unit, plan.files) for plan in plans for unit in plan.units if plan.files is not None]
-        fill(sources, [self._host.piece(number) for number in range(len(sources))])
+        load_units(sources, [self._host.piece(number) for number in range(len(sources))])
         for plan in plans:
             plan.close_files()
 
@@ -130,7 +130,7 @@ class _WideModules:
                 self.num_bytes += buffer.nbytes
             self.modules[name] = wide
         slots = allocate_buffers(max(passing.unit.num_bytes for passing in units), min(NUM_WIDE_SLOTS, len(units)), CPU)
-        self.num_bytes += sum(slot.buffer.nbytes for slot in slots)
+        self.num_bytes += sum(slot.data.nbytes for slot in slots)
         feed = ThreadCopier(partial(_widen_unit, self._sources))
         self.passing = OffloadedModules(network, dict(self.modules), units, slots, feed, CPU, amortise=True)
 

@@ -16,4 +16,4 @@ class CustomTeacher(DeviceMapTeacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         device_map: DeviceMap = dict(setup.options.device_map or {})
-        super().__init__(network, setup, lambda *_: device_map, reads_in_use="disk" in device_map.values())
+        super().__init__(network, setup, lambda *_: device_map, allows_disk="disk" in device_map.values())

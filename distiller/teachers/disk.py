@@ -38,12 +38,12 @@ class DiskTeacher(Teacher):
             stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
             self._resident_bytes += load_on_all_ranks(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
         slots = allocate_buffers(size, min(options.ring_blocks, len(units)), device)
-        self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
+        self._slot_bytes = sum(slot.data.nbytes for slot in slots)
         reader = FileReader(sources, options.read_threads)
         if self._staging is not None:
             feed = FileCopier(reader, [self._staging.piece(number) for number in range(NUM_STAGING)], device)
         else:
-            feed = ThreadCopier(reader.fill, reader.close)
+            feed = ThreadCopier(reader.read, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
         self._passing = OffloadedModules(network, modules, units, slots, feed, device, options.amortise)
 

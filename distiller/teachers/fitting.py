@@ -13,8 +13,8 @@ from distiller.teachers.device_map.maps import Packing, balanced_map, budgets_of
 from distiller.teachers.device_map.module_partition import separate_shared_names
 from distiller.teachers.device_map.teacher import MakeMap, pack
 from distiller.teachers.footprint import AUTO_SHARE, Footprint, MemoryBudget
-from distiller.teachers.weights.loading import Plan
-from distiller.teachers.weights.quantized import plan_held
+from distiller.teachers.weights.loading import ModulePlan
+from distiller.teachers.weights.quantized import plan_quantized_modules
 
 GIB = 2**30
 
@@ -46,8 +46,8 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
     }
 
     @cache
-    def skeletons() -> tuple[list[Plan], list[int]]:
-        plans = plan_held(network, setup, is_reader=False)
+    def skeletons() -> tuple[list[ModulePlan], list[int]]:
+        plans = plan_quantized_modules(network, setup, is_reader=False)
         for plan in plans:
             separate_shared_names(plan)
         return plans, setup.ranks.gather_on_node(setup.ranks.device.index or 0)

@@ -10,7 +10,7 @@ from torch import nn
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.single_rank.exchange import Exchange
 from distiller.teachers.weights.layout import bind, move_own_buffers, own_buffer_bytes
-from distiller.teachers.weights.loading import Plan, plan_modules, read_to_device, staging_buffer
+from distiller.teachers.weights.loading import ModulePlan, plan_modules, read_to_device, staging_buffer
 
 
 class Rank0Teacher(Teacher):
@@ -42,7 +42,7 @@ class Rank0Teacher(Teacher):
         self._modules.clear()
         self._memory = TeacherMemory()
 
-    def _load(self, plan: Plan, device: torch.device) -> int:
+    def _load(self, plan: ModulePlan, device: torch.device) -> int:
         """Reads a module where its files are open, that is on the holder; returns the bytes that it takes here."""
         if plan.files is None:
             return 0

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_module_calls
 from distiller.teachers.weights.layout import own_buffer_bytes
 from distiller.teachers.weights.loading import load_on_all_ranks
-from distiller.teachers.weights.quantized import plan_held
+from distiller.teachers.weights.quantized import plan_quantized_modules
 
 
 class ReplicatedTeacher(Teacher):
@@ -15,7 +15,7 @@ class ReplicatedTeacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._setup = network, setup
-        plans = plan_held(network, setup, is_reader=setup.ranks.is_main)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_main)
         self._num_bytes = 0
         for plan in plans:
             self._num_bytes += load_on_all_ranks(plan, plan.units, setup.ranks) + own_buffer_bytes(plan.module)

@@ -13,7 +13,7 @@ from distiller.teachers.streaming.copiers import GatherCopier, HostCopier, Threa
 from distiller.teachers.streaming.peer_copier import PeerCopier, has_peer_access
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import ALIGNMENT, REST, own_buffer_bytes
-from distiller.teachers.weights.loading import Plan, fill, load_on_all_ranks, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, load_units, plan_modules
 
 
 class StreamedTeacher(Teacher):
@@ -44,7 +44,7 @@ class StreamedTeacher(Teacher):
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
         slots = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
-        self._slot_bytes = sum(slot.buffer.nbytes for slot in slots)
+        self._slot_bytes = sum(slot.data.nbytes for slot in slots)
         feed = self._feed(slots)
 
         self._resident_bytes = 0
@@ -54,7 +54,7 @@ class StreamedTeacher(Teacher):
             )
         sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
         pieces = [self._host.piece(number) for number in range(len(sources))]
-        setup.ranks.all_succeed(lambda: fill(sources, pieces))
+        setup.ranks.all_succeed(lambda: load_units(sources, pieces))
         for plan in plans:
             plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
@@ -92,7 +92,7 @@ def shares_transfers(setup: Setup) -> bool:
     return is_wanted and setup.ranks.local_world_size > 1
 
 
-def choose_resident(plans: Sequence[Plan], setup: Setup) -> set[tuple[str, str]]:
+def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str, str]]:
     """(module, block) of those that stay on the device, spread evenly so that copying never pauses. Communicates."""
     blocks = [(plan.name, unit.name) for plan in plans for unit in plan.units if unit.name != REST]
     count = setup.options.resident_blocks
@@ -102,7 +102,7 @@ def choose_resident(plans: Sequence[Plan], setup: Setup) -> set[tuple[str, str]]
     return {blocks[number * len(blocks) // count] for number in range(count)}
 
 
-def _blocks_that_fit(plans: Sequence[Plan], setup: Setup) -> int:
+def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
     """How many blocks a GPU can keep beside the student and the ring, from four fifths of what it has free.
 
     The last fifth is for activations.

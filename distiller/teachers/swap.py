@@ -18,7 +18,7 @@ from distiller.errors import UserError
 from distiller.teachers.base import ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import Binding, bind, own_buffer_bytes, read_unit
-from distiller.teachers.weights.loading import Plan, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
 
 class SwapTeacher(Teacher):
@@ -69,7 +69,7 @@ class SwapTeacher(Teacher):
 class _Visitor:
     """A module whose weights are in host memory, and on the meta device as far as the module knows."""
 
-    def __init__(self, plan: Plan, pieces: Sequence[Tensor]) -> None:
+    def __init__(self, plan: ModulePlan, pieces: Sequence[Tensor]) -> None:
         self._module, self._units, self._pieces = plan.module, plan.units, pieces
         self._away = [Binding(plan.module, unit) for unit in plan.units]
         self._own_buffers = [
@@ -79,7 +79,7 @@ class _Visitor:
             if buffer is not None and not buffer.is_meta
         ]
 
-    def fill(self, plan: Plan, ranks: Ranks) -> None:
+    def fill(self, plan: ModulePlan, ranks: Ranks) -> None:
         """Rank 0 reads each unit into its memory, the others receive it into theirs. Communicates."""
         for unit, piece in zip(self._units, self._pieces, strict=True):
             if ranks.is_main:

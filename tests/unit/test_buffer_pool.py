@@ -15,71 +15,71 @@ from distiller.teachers.streaming.interleaved_forward import InterleavedForward
 NUM_UNITS = 7
 
 
-def make_ring(num_slots: int, delay_s: float = 0.0) -> tuple[BufferPool, list[int]]:
-    """A ring whose unit n is filled with the number n, slowly; and the units in the order in which they came."""
-    brought: list[int] = []
+def make_pool(num_buffers: int, delay_s: float = 0.0) -> tuple[BufferPool, list[int]]:
+    """A pool whose unit i is bytes of value i, loaded slowly; and the units in the order in which they were loaded."""
+    loaded: list[int] = []
 
-    def fill(unit: int, buffer: torch.Tensor) -> None:
+    def load_unit(unit: int, data: torch.Tensor) -> None:
         time.sleep(delay_s)
-        brought.append(unit)
-        buffer.fill_(unit)
+        loaded.append(unit)
+        data.fill_(unit)
 
-    slots = [BlockBuffer(torch.zeros(4, dtype=torch.uint8)) for _ in range(num_slots)]
-    return BufferPool(slots, ThreadCopier(fill)), brought
+    buffers = [BlockBuffer(torch.zeros(4, dtype=torch.uint8)) for _ in range(num_buffers)]
+    return BufferPool(buffers, ThreadCopier(load_unit)), loaded
 
 
-@pytest.mark.parametrize("num_slots", [1, 2, 3, 4, 7, 9])
-def test_every_unit_is_there_when_it_is_entered(num_slots):
-    """Slots by number, `unit % slots`, are wrong at the wrap-around unless the slots divide the units."""
-    ring, brought = make_ring(num_slots, delay_s=0.001)
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4, 7, 9])
+def test_every_unit_is_there_when_it_is_acquired(num_buffers):
+    """Buffers chosen by `unit % num_buffers` would be wrong where that does not divide the number of units."""
+    pool, loaded = make_pool(num_buffers, delay_s=0.001)
     route = list(range(NUM_UNITS))
     for _ in range(3):
-        ring.schedule(route, then=route[:num_slots])
+        pool.schedule(route, then=route[:num_buffers])
         for unit in route:
-            assert ring.acquire(unit).buffer.tolist() == [unit] * 4
-        ring.release()
-    ring.close()
-    # Each unit travels once a step; the last prefetch is for a step that did not come.
-    assert len(brought) == 3 * NUM_UNITS + min(num_slots, NUM_UNITS)
+            assert pool.acquire(unit).data.tolist() == [unit] * 4
+        pool.release()
+    pool.close()
+    # Each unit is copied once a step; the last prefetch is for a step that did not come.
+    assert len(loaded) == 3 * NUM_UNITS + min(num_buffers, NUM_UNITS)
 
 
-def test_the_next_steps_first_units_are_on_their_way_before_it_begins():
-    ring, brought = make_ring(3)
+def test_copies_of_the_next_steps_first_units_start_before_it_begins():
+    pool, loaded = make_pool(3)
     route = list(range(NUM_UNITS))
-    ring.schedule(route, then=route[:3])
+    pool.schedule(route, then=route[:3])
     for unit in route:
-        ring.acquire(unit)
-    ring.release()
+        pool.acquire(unit)
+    pool.release()
     deadline = time.monotonic() + 10
-    while len(brought) < NUM_UNITS + 3 and time.monotonic() < deadline:
+    while len(loaded) < NUM_UNITS + 3 and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert brought[NUM_UNITS:] == [0, 1, 2]
-    ring.close()
+    assert loaded[NUM_UNITS:] == [0, 1, 2]
+    pool.close()
 
 
 @pytest.mark.parametrize(
-    "entered",
+    "acquired",
     [[3, 4, 5, 6], [0, 2, 4, 6], [6, 5, 4], [0, 0, 1, 1], [2, 2, 0, 6, 6], list(range(NUM_UNITS))],
 )
-def test_what_was_not_expected_is_brought_all_the_same(entered):
-    ring, _ = make_ring(3)
+def test_units_outside_of_the_schedule_are_loaded_too(acquired):
+    pool, _ = make_pool(3)
     route = list(range(NUM_UNITS))
     for _ in range(2):
-        ring.schedule(route, then=route[:3])
-        for unit in entered:
-            assert ring.acquire(unit).buffer.tolist() == [unit] * 4
-        ring.release()
-    ring.close()
+        pool.schedule(route, then=route[:3])
+        for unit in acquired:
+            assert pool.acquire(unit).data.tolist() == [unit] * 4
+        pool.release()
+    pool.close()
 
 
-def test_a_unit_that_cannot_be_brought_raises_where_it_is_entered():
-    def fill(unit: int, buffer: torch.Tensor) -> None:
+def test_a_unit_that_cannot_be_loaded_raises_where_it_is_acquired():
+    def fails(unit: int, data: torch.Tensor) -> None:
         raise OSError("the disk is gone")
 
-    ring = BufferPool([BlockBuffer(torch.zeros(4, dtype=torch.uint8))], ThreadCopier(fill))
-    ring.schedule([0], then=[])
+    pool = BufferPool([BlockBuffer(torch.zeros(4, dtype=torch.uint8))], ThreadCopier(fails))
+    pool.schedule([0], then=[])
     with pytest.raises(OSError, match="disk is gone"):
-        ring.acquire(0)
+        pool.acquire(0)
 
 
 def test_passes_take_turns_in_order_and_only_one_is_awake():

@@ -26,24 +26,24 @@ from distiller.teachers.device_map.module_partition import (
 )
 from distiller.teachers.device_map.teacher import pack
 from distiller.teachers.weights.layout import Unit, lay_out
-from distiller.teachers.weights.loading import Plan
+from distiller.teachers.weights.loading import ModulePlan
 from tests.toy_network import DIM, NUM_BLOCKS, ToyNetwork
 
 NETWORK = ToyNetwork(Path("nowhere"))
 CALLER = torch.device("cuda", 1)
 
 
-def plan_of(dtype: torch.dtype = torch.float32) -> Plan:
+def plan_of(dtype: torch.dtype = torch.float32) -> ModulePlan:
     module = NETWORK.skeleton("first", dtype)
-    plan = Plan("first", module, lay_out(module, NETWORK.block_names("first")), None)
+    plan = ModulePlan("first", module, lay_out(module, NETWORK.block_names("first")), None)
     separate_shared_names(plan)
     return plan
 
 
-def bytes_on_devices(plan: Plan, device_map: DeviceMap) -> dict[int | str, int]:
+def bytes_on_devices(plan: ModulePlan, device_map: DeviceMap) -> dict[int | str, int]:
     sizes: dict[int | str, int] = {}
-    for part in resident_groups(plan, device_map, lambda _: True):
-        sizes[part.location] = sizes.get(part.location, 0) + part.stored.num_bytes
+    for group in resident_groups(plan, device_map, lambda _: True):
+        sizes[group.location] = sizes.get(group.location, 0) + group.stored.num_bytes
     return sizes
 
 
@@ -51,24 +51,24 @@ BLOCK_BYTES = {unit.name: unit.num_bytes for unit in plan_of().units}["blocks.0"
 
 
 @pytest.mark.parametrize("make_map", [balanced_map, sequential_map])
-def test_blocks_stay_whole_and_two_modules_share_the_room(make_map):
+def test_blocks_stay_whole_and_two_modules_share_the_budgets(make_map):
     plans = [plan_of(), replace(plan_of(), name="second")]
     total = sum(unit.num_bytes for unit in plans[0].units)
-    room = {0: total, 1: 2 * total, 2: total}
-    packing = pack(plans, make_map, room, reads_in_use=False)
+    budgets = {0: total, 1: 2 * total, 2: total}
+    packing = pack(plans, make_map, budgets, allows_disk=False)
     assert packing.fits
     maps = packing.maps
     used = [bytes_on_devices(plan, device_map) for plan, device_map in zip(plans, maps, strict=True)]
-    assert all(sum(of_plan.get(number, 0) for of_plan in used) <= room[number] for number in room)
+    assert all(sum(of_plan.get(device, 0) for of_plan in used) <= budgets[device] for device in budgets)
     assert maps[0] != maps[1] or make_map is balanced_map
     for plan, device_map in zip(plans, maps, strict=True):
         assert not [p.path for p in partition_module(plan, device_map, lambda _: True) if p.path.count(".") > 1]
 
 
 def test_balanced_uses_all_devices_and_sequential_the_first_ones():
-    plan, blocks, room = plan_of(), NETWORK.block_names("first"), dict.fromkeys(range(3), 10**9)
-    assert set(bytes_on_devices(plan, balanced_map(plan.module, blocks, room))) == {0, 1, 2}
-    assert set(bytes_on_devices(plan, sequential_map(plan.module, blocks, room))) == {0}
+    plan, blocks, budgets = plan_of(), NETWORK.block_names("first"), dict.fromkeys(range(3), 10**9)
+    assert set(bytes_on_devices(plan, balanced_map(plan.module, blocks, budgets))) == {0, 1, 2}
+    assert set(bytes_on_devices(plan, sequential_map(plan.module, blocks, budgets))) == {0}
     few = sequential_map(plan.module, blocks, {0: 5 * BLOCK_BYTES, 1: 10**9, 2: 10**9})
     assert set(bytes_on_devices(plan, few)) == {0, 1}
 
@@ -84,29 +84,29 @@ def test_float32_islands_count_as_such():
 
 
 @pytest.mark.parametrize("make_map", [balanced_map, sequential_map])
-def test_what_finds_no_room_is_refused_with_what_would_fit(make_map):
-    room = {0: 3 * BLOCK_BYTES, 1: 3 * BLOCK_BYTES}
-    packing = pack([plan_of()], make_map, room, reads_in_use=False)
+def test_what_fits_on_no_device_is_refused_with_what_would_fit(make_map):
+    budgets = {0: 3 * BLOCK_BYTES, 1: 3 * BLOCK_BYTES}
+    packing = pack([plan_of()], make_map, budgets, allows_disk=False)
     assert not packing.fits
     with pytest.raises(UserError, match=r"balanced needs .*without a place: .* have 0: 0\.00 GiB, .*; choose another$"):
         packing.check("balanced", "choose another")
-    crowded = pack([plan_of()], lambda *_: {"": "disk", "blocks": 1}, room, reads_in_use=True)
+    crowded = pack([plan_of()], lambda *_: {"": "disk", "blocks": 1}, budgets, allows_disk=True)
     assert not crowded.fits
     with pytest.raises(UserError, match=r"custom needs .*; these fit$"):
         crowded.check("custom", "these fit")
-    from_disk = pack([plan_of()], lambda *_: {"": "disk"}, room, reads_in_use=True)
+    from_disk = pack([plan_of()], lambda *_: {"": "disk"}, budgets, allows_disk=True)
     assert from_disk.fits
     assert from_disk.maps == [{"": "disk"}]
     from_disk.check("custom", "these fit")
 
 
-def test_a_gpu_keeps_room_for_the_student_contexts_and_activations(monkeypatch):
+def test_a_gpu_keeps_memory_for_the_student_contexts_and_activations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
     ranks = Ranks(torch.device("cuda", 0), 0, 2, 0, 2, None, None)
-    room = maps.budgets_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
+    budgets = maps.budgets_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
     contexts = 2 * maps.CONTEXT_BYTES
-    assert room == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
+    assert budgets == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
     assert maps.budgets_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
 
 
@@ -130,7 +130,7 @@ def test_a_complete_custom_map_is_taken():
     check_custom_map({"blocks": 1, "embed": "cpu", "head.weight": 0, "bias": "disk", "positions": 0}, [module], 2)
 
 
-def test_a_modules_own_tensors_lie_together():
+def test_a_modules_own_tensors_have_one_location():
     device_map: DeviceMap = {"": 0, "blocks.2.gain": 1}
     with pytest.raises(UserError, match=r"blocks\.2 uses its own tensors in one place; not blocks\.2\.gain on 1, "):
         partition_module(plan_of(), device_map, lambda _: True)
@@ -164,7 +164,7 @@ def put(module: nn.Module, unit: Unit, device: torch.device) -> None:
 
 
 class FakeWeights:
-    """Weights that come in and go: on the caller's GPU while their module runs."""
+    """Weights that are on the caller's GPU only while their module runs."""
 
     def __init__(self, module: nn.Module, unit: Unit) -> None:
         self.module, self.unit = module, unit
@@ -185,16 +185,16 @@ def forward(device_map: DeviceMap) -> tuple[torch.device, list[tuple[int, int | 
 
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         plan.module._buffers["positions"] = mode.from_tensor(plan.module._buffers["positions"])
-        for part in resident_groups(plan, device_map, is_resident):
-            put(plan.module, part.bound, torch.device("cuda", part.location))
-        places = partition_module(plan, device_map, is_resident)
-        passing = {
-            place.path: FakeWeights(plan.module, onloaded_group(plan, place).bound)
-            for place in places
-            if place.names and not is_resident(place.location)
+        for group in resident_groups(plan, device_map, is_resident):
+            put(plan.module, group.bound, torch.device("cuda", group.location))
+        partitions = partition_module(plan, device_map, is_resident)
+        onloaded = {
+            partition.path: FakeWeights(plan.module, onloaded_group(plan, partition).bound)
+            for partition in partitions
+            if partition.names and not is_resident(partition.location)
         }
         device_of = lambda location: torch.device("cuda", location) if is_resident(location) else CALLER  # noqa: E731
-        attach_hooks(plan.module, places, device_of, passing, DeviceCopies())  # type: ignore[arg-type]
+        attach_hooks(plan.module, partitions, device_of, onloaded, DeviceCopies())  # type: ignore[arg-type]
         x = torch.empty(4, DIM, dtype=torch.bfloat16, device=CALLER)
         with torch.no_grad(), Moves() as moves:
             return plan.module(x, 0).device, moves.seen
@@ -224,29 +224,29 @@ def test_every_operation_finds_its_tensors_on_one_device(device_map):
 
 
 def test_what_several_blocks_get_is_copied_once():
-    carrier, text, device = DeviceCopies(), torch.zeros(3), torch.device("meta")
-    (first,), named = carrier.carry((text,), device), carrier.carry({"text": [text, 1]}, device)
+    copies, text, device = DeviceCopies(), torch.zeros(3), torch.device("meta")
+    (first,), named = copies.copy_to((text,), device), copies.copy_to({"text": [text, 1]}, device)
     assert first.device == device
     assert named["text"][0] is first
     assert named["text"][1] == 1
-    assert carrier.carry(text, torch.device("cpu")) is text
+    assert copies.copy_to(text, torch.device("cpu")) is text
     text += 1
-    again = carrier.carry(text, device)
+    again = copies.copy_to(text, device)
     assert again is not first
     again += 1
-    assert carrier.carry(text, device) is not again
+    assert copies.copy_to(text, device) is not again
 
 
 def test_a_copy_goes_with_its_original():
-    carrier, original = DeviceCopies(), torch.zeros(3)
-    copy = weakref.ref(carrier.carry(original, torch.device("meta")))
+    copies, original = DeviceCopies(), torch.zeros(3)
+    copy = weakref.ref(copies.copy_to(original, torch.device("meta")))
     assert copy() is not None
     del original
     assert copy() is None
 
 
-def test_a_place_knows_where_its_outputs_go():
+def test_a_partition_knows_where_its_outputs_go():
     device_map: DeviceMap = {"": 0, "blocks.6": 1, "head": 1}
-    places = {place.path: place for place in partition_module(plan_of(), device_map, lambda _: True)}
-    assert replace(places["head"], names=()) == replace(places["head"], names=(), location=1, outputs_to=0)
-    assert places["blocks.6"].outputs_to is None
+    partitions = {partition.path: partition for partition in partition_module(plan_of(), device_map, lambda _: True)}
+    assert replace(partitions["head"], names=()) == replace(partitions["head"], names=(), location=1, output_location=0)
+    assert partitions["blocks.6"].output_location is None

@@ -20,7 +20,7 @@ from distiller.teachers.base import Call
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.weights.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
-from distiller.teachers.weights.quantized import convert_linears, plan_held
+from distiller.teachers.weights.quantized import convert_linears, plan_quantized_modules
 from tests import toys
 from tests.toy_network import setup
 from tests.unit.test_wan_network import inputs_for
@@ -78,7 +78,7 @@ def test_a_layer_computes_what_bitsandbytes_own_does(dtype):
 
 def test_diffusers_would_convert_the_same_layers(pipeline):
     network = WatchedNetwork(pipeline)
-    plan = plan_held(network, setup(torch.bfloat16, quantization="int8"), is_reader=False)[0]
+    plan = plan_quantized_modules(network, setup(torch.bfloat16, quantization="int8"), is_reader=False)[0]
     ours = {name for name, module in plan.module.named_modules() if isinstance(module, Int8Linear)}
     theirs = network.skeleton("transformer", torch.bfloat16)
     kept = list(WanTransformer3DModel._keep_in_fp32_modules or ())

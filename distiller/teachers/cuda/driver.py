@@ -1,4 +1,4 @@
-"""The few calls of the CUDA driver that torch does not offer: stream memory operations, and copies to mapped memory.
+"""Calls of the CUDA driver that torch does not offer: stream memory operations, and copies to mapped memory.
 
 https://docs.nvidia.com/cuda/cuda-driver-api/ ; all act on the current device of the calling thread.
 """
@@ -20,12 +20,12 @@ class _Handle(ctypes.Structure):
 
 
 def write_value(address: int, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes 32 bits once the stream's work so far is done, what that wrote to memory included."""
+    """Writes 32 bits after the stream's work so far, whose own writes to memory are then visible."""
     _call("cuStreamWriteValue32_v2", stream, *_pointers(address), ctypes.c_uint32(value), _WRITE_AFTER_ALL_BEFORE)
 
 
 def wait_value(address: int, value: int, stream: torch.cuda.Stream) -> None:
-    """Lets the stream wait until the 32 bits at the address are at least this value."""
+    """Makes the stream wait until the 32 bits at the address are at least this value."""
     _call("cuStreamWaitValue32_v2", stream, *_pointers(address), ctypes.c_uint32(value), _WAIT_AT_LEAST)
 
 
@@ -37,7 +37,7 @@ def copy(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) ->
 
 
 def export_memory(address: int) -> tuple[bytes, int]:
-    """A handle that another process can map, and the address's place in what it maps."""
+    """(A handle of the allocation for another process's `map_memory`, the address's offset in the allocation)."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), *_pointers(address))
     _check("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -45,14 +45,14 @@ def export_memory(address: int) -> tuple[bytes, int]:
 
 
 def map_memory(handle: bytes) -> int:
-    """The address at which another process's memory now lies for this device. Raises RuntimeError."""
+    """Maps another process's allocation and returns its address in this process. Raises RuntimeError."""
     address = ctypes.c_uint64()
     _check("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
     return address.value
 
 
 def unmap_memory(address: int) -> None:
-    """Ends `map_memory`."""
+    """Undoes `map_memory`."""
     _check("cuIpcCloseMemHandle", *_pointers(address))
 
 

@@ -1,10 +1,11 @@
-"""Numbers that the GPUs of a node write and wait for, in the order of their streams, without the host.
+"""Counters that the GPUs of a node write and wait for, in the order of their streams, without the host.
 
-They lie in a page of host memory that every rank and every GPU maps. What waits is a stream alone: no multiprocessor
-and no process.
+They are in host memory that every rank and every GPU maps. Only a stream waits: no multiprocessor and no process.
 """
 
 from __future__ import annotations
+
+from typing import final
 
 import torch
 
@@ -14,18 +15,19 @@ from distiller.teachers.cuda import driver
 from distiller.teachers.weights.host_copy import PAGE_BYTES, HostCopy
 
 LINE_BYTES = 64
-"""Between two numbers, so that none shares a cache line with another."""
+"""From one counter to the next, so that no two share a cache line."""
 
 _FOR_ALL_DEVICES = 1
 _MAPPED = 2
 
 
+@final
 class StreamCounters:
-    """Numbered counters, 0 at first, seen by all ranks of the node. Values only grow."""
+    """Counters of 32 bits, 0 at first, shared by all ranks of the node. Values only grow."""
 
-    def __init__(self, count: int, ranks: Ranks) -> None:
-        """Communicates. Raises UserError where GPUs cannot see host memory."""
-        num_bytes = -(-count * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+    def __init__(self, num_counters: int, ranks: Ranks) -> None:
+        """Communicates. Raises UserError where the GPUs cannot map host memory."""
+        num_bytes = -(-num_counters * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
         self._host = HostCopy.make([num_bytes], ranks)
         self._address = self._host.piece(0).data_ptr()
 
@@ -36,15 +38,15 @@ class StreamCounters:
 
         ranks.all_succeed(register)
 
-    def write(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
+    def write(self, index: int, value: int, stream: torch.cuda.Stream) -> None:
         """Sets a counter once the stream's work so far is done."""
-        driver.write_value(self._address + number * LINE_BYTES, value, stream)
+        driver.write_value(self._address + index * LINE_BYTES, value, stream)
 
-    def wait(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
-        """Lets the stream wait until a counter is at least this value."""
-        driver.wait_value(self._address + number * LINE_BYTES, value, stream)
+    def wait(self, index: int, value: int, stream: torch.cuda.Stream) -> None:
+        """Makes the stream wait until a counter is at least this value."""
+        driver.wait_value(self._address + index * LINE_BYTES, value, stream)
 
     def close(self) -> None:
-        """Lets the page go; no stream may use it any more."""
+        """Frees the memory; no stream may use it any more."""
         torch.cuda.cudart().cudaHostUnregister(self._address)
         self._host.close()

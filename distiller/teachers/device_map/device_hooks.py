@@ -1,9 +1,9 @@
-"""Hooks, in Accelerate's form, that bring inputs to where a part of a module computes, and weights where they pass."""
+"""Hooks, in Accelerate's form, that copy inputs to the device of each module partition, and offloaded weights too."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
@@ -17,25 +17,26 @@ from distiller.teachers.device_map.module_partition import ModulePartition
 from distiller.teachers.weights.layout import Binding, Unit, move_own_buffers
 
 
+@final
 class DeviceCopies:
-    """Copies tensors to devices: one that several blocks get (text, timestep, rotary tables) once a device.
+    """Copies tensors to devices; one that several blocks get (text, timestep, rotary tables) once for each device.
 
-    Accelerate's own hook copies it for every block. A copy lives as long as its original, and is made anew when either
+    Accelerate's own hook copies it for every block. A copy lives as long as its original, and is made again when either
     was written to. Nothing waits on the host where both are GPUs: copies keep the order of both devices' streams.
     """
 
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
 
-    def carry(self, data: Any, device: torch.device) -> Any:
-        """The tensors in nested tuples, lists and dicts on the device; itself where they are there."""
-        return recursively_apply(self._carry_one, data, device)
+    def copy_to(self, data: Any, device: torch.device) -> Any:
+        """`data` with the tensors in nested tuples, lists and dicts on the device; unchanged where they are there."""
+        return recursively_apply(self._copy_tensor, data, device)
 
-    def _carry_one(self, tensor: Tensor, device: torch.device) -> Tensor:
+    def _copy_tensor(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device == device:
             return tensor
         if tensor.is_inference():
-            # Writing to such a tensor leaves no trace.
+            # Such a tensor counts no version, so writing to it would not be noticed.
             return tensor.to(device)
         if tensor not in self._copies:
             self._copies[tensor] = {}
@@ -49,77 +50,81 @@ class DeviceCopies:
         return copied
 
 
+@final
 class OnloadedWeights:
     """Tensors that are on the device only while their module runs; on the meta device at all other times."""
 
-    def __init__(self, module: nn.Module, unit: Unit, onload: Callable[[], Tensor]) -> None:
-        """`bring` returns the unit's bytes on the device; nothing else keeps them."""
-        self._module, self._unit, self._load = module, unit, onload
-        self._away = Binding(module, unit)
+    def __init__(self, module: nn.Module, unit: Unit, copy_in: Callable[[], Tensor]) -> None:
+        """`copy_in` returns the unit's bytes (uint8) on the device; only this object keeps a reference to them."""
+        self._module, self._unit, self._copy_in = module, unit, copy_in
+        self._meta_binding = Binding(module, unit)
 
     def onload(self) -> None:
-        """Lets the module have them."""
-        Binding(self._module, self._unit, self._load()).bind()
+        """Copies them to the device and sets them in the module."""
+        Binding(self._module, self._unit, self._copy_in()).bind()
 
     def offload(self) -> None:
-        """Lets them go, once the device has used them."""
-        self._away.bind()
+        """Sets meta tensors in the module; the allocator frees the memory after the kernels queued so far."""
+        self._meta_binding.bind()
 
 
+@final
 class DeviceHook(ModelHook):
-    """Moves inputs to a device, perhaps weights too, and outputs on to where they are wanted.
+    """Moves inputs to a device, onloads weights if there are any to onload, and moves outputs on.
 
-    Unlike Accelerate's `AlignDevicesHook` it never touches weights that lie in their place, which are views of memory
-    that all ranks share, and brings the others as one run of bytes and not tensor by tensor.
+    Unlike Accelerate's `AlignDevicesHook` it never touches resident weights, which are views of memory that all ranks
+    share, and copies the others as one run of bytes and not tensor by tensor.
     """
 
     def __init__(
         self,
-        carrier: DeviceCopies,
+        copies: DeviceCopies,
         device: torch.device,
-        outputs_to: torch.device | None,
+        output_device: torch.device | None,
         weights: OnloadedWeights | None,
-        turns: GpuTicketLock | None,
+        ticket_lock: GpuTicketLock | None,
     ) -> None:
-        self._carrier, self._device, self._outputs_to, self._weights = carrier, device, outputs_to, weights
-        self._turns = turns
+        """`output_device` None: outputs stay on `device`. `weights` None: they are resident."""
+        self._copies, self._device, self._output_device = copies, device, output_device
+        self._weights, self._ticket_lock = weights, ticket_lock
 
     def pre_forward(self, module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         if self._weights is not None:
             self._weights.onload()
-        here = self._carrier.carry(args, self._device), self._carrier.carry(kwargs, self._device)
-        if self._turns is not None:
-            self._turns.enter(self._device)
-        return here
+        inputs = self._copies.copy_to(args, self._device), self._copies.copy_to(kwargs, self._device)
+        if self._ticket_lock is not None:
+            self._ticket_lock.acquire(self._device)
+        return inputs
 
     def post_forward(self, module: nn.Module, output: Any) -> Any:
-        if self._turns is not None:
-            self._turns.leave(self._device)
+        if self._ticket_lock is not None:
+            self._ticket_lock.finish_part(self._device)
         if self._weights is not None:
             self._weights.offload()
-        return output if self._outputs_to is None else self._carrier.carry(output, self._outputs_to)
+        return output if self._output_device is None else self._copies.copy_to(output, self._output_device)
 
 
 def attach_hooks(
     module: nn.Module,
-    places: Sequence[ModulePartition],
+    partitions: Sequence[ModulePartition],
     device_of: Callable[[Location], torch.device],
-    passing: Mapping[str, OnloadedWeights],
-    carrier: DeviceCopies,
-    turns: GpuTicketLock | None = None,
+    onloaded: Mapping[str, OnloadedWeights],
+    copies: DeviceCopies,
+    ticket_lock: GpuTicketLock | None = None,
 ) -> None:
-    """Lets each place compute where it lies. `passing` are the weights that come in, by the place's path.
+    """Makes each partition compute on its device. `onloaded`: a partition's path -> its weights that are not resident.
 
-    Buffers that are not saved go where their place is. A place without others inside it waits for the pass's turn on
-    its GPU, when `turns` are taken.
+    Buffers that are not saved move to their partition's device. With `ticket_lock`, a partition on a GPU that has no
+    other partition inside it runs under that GPU's lock.
     """
-    for place in places:
-        prefix = f"{place.path}." if place.path else ""
-        has_others = any(other is not place and other.path.startswith(prefix) for other in places)
-        takes_turns = turns is not None and isinstance(place.location, int) and not has_others
-        submodule, device = module.get_submodule(place.path), device_of(place.location)
-        outputs_to = None if place.outputs_to is None else device_of(place.outputs_to)
-        # Places come before those inside them, which then move theirs on.
+    for partition in partitions:
+        prefix = f"{partition.path}." if partition.path else ""
+        has_inner = any(other is not partition and other.path.startswith(prefix) for other in partitions)
+        locks = ticket_lock is not None and isinstance(partition.location, int) and not has_inner
+        submodule, device = module.get_submodule(partition.path), device_of(partition.location)
+        output_device = None if partition.output_location is None else device_of(partition.output_location)
+        # A partition comes before those inside it, which then move their own buffers on.
         move_own_buffers(submodule, device)
-        hook = DeviceHook(carrier, device, outputs_to, passing.get(place.path), turns if takes_turns else None)
+        weights = onloaded.get(partition.path)
+        hook = DeviceHook(copies, device, output_device, weights, ticket_lock if locks else None)
         add_hook_to_module(submodule, hook)

@@ -1,4 +1,4 @@
-"""Which part of a module lies where: Accelerate's device maps, made by its own functions or given in the recipe."""
+"""Accelerate's device maps (which part of a module is on which device), made by its functions or by the recipe."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from accelerate.utils import get_balanced_memory, infer_auto_device_map
@@ -17,37 +18,37 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 
 Location = int | str
-"""A GPU's number, `cpu` or `disk`. On a machine without GPUs the node's ranks take the numbers."""
+"""A GPU's number, `cpu` or `disk`. On a machine without GPUs the numbers are those of the node's ranks."""
 
 DeviceMap = dict[str, Location]
 """Name of a submodule or tensor -> its location; the longest name counts, and the empty one stands for all the rest."""
 
 ACTIVATION_SHARE = 0.1
-"""Of a GPU's free memory, what a device map leaves for activations."""
+"""Share of a GPU's free memory that a device map leaves for activations."""
 
 CONTEXT_BYTES = 2**29
 """What a process takes of each GPU that it computes on, before any tensor: CUDA's context and kernels."""
 
 
-def balanced_map(module: nn.Module, block_names: Sequence[str], room: Mapping[int, int]) -> DeviceMap:
-    """About as many bytes on each device; `room` are the bytes that each device number has for the module.
+def balanced_map(module: nn.Module, block_names: Sequence[str], budgets: Mapping[int, int]) -> DeviceMap:
+    """About as many bytes on each device; `budgets` are the bytes that each device number has for the module.
 
-    What finds no room is mapped to `disk`. Sizes are those of the module's own dtypes, so float32 islands count as
-    such; blocks are never split.
+    What exceeds them is mapped to `disk`. Sizes are those of the module's own dtypes, float32 islands included; blocks
+    are never split.
     """
     classes = _block_classes(module, block_names)
     with _unknown_devices_allowed():
-        shares = get_balanced_memory(module, dict(room), no_split_module_classes=classes)
+        shares = get_balanced_memory(module, dict(budgets), no_split_module_classes=classes)
     return _infer(module, classes, shares)
 
 
-def sequential_map(module: nn.Module, block_names: Sequence[str], room: Mapping[int, int]) -> DeviceMap:
+def sequential_map(module: nn.Module, block_names: Sequence[str], budgets: Mapping[int, int]) -> DeviceMap:
     """The first device is filled before the next one is begun; otherwise as `balanced_map`."""
-    return _infer(module, _block_classes(module, block_names), dict(room))
+    return _infer(module, _block_classes(module, block_names), dict(budgets))
 
 
 def location_of(name: str, device_map: Mapping[str, Location]) -> Location | None:
-    """Where a tensor or submodule lies; None where the map says nothing about it."""
+    """Location of a tensor or submodule; None where the map does not cover it."""
     while name not in device_map:
         if not name:
             return None
@@ -61,7 +62,7 @@ def num_devices(ranks: Ranks) -> int:
 
 
 def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Module], num_devices: int) -> None:
-    """Raises UserError for a name that no module has, a device that there is not, or a tensor without a place."""
+    """Raises UserError for an unknown name, a device number out of range, or a tensor without a location."""
     known = {""}
     for module in modules:
         known.update(name for name, _ in module.named_modules(remove_duplicate=False))
@@ -90,50 +91,51 @@ def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Mo
 def budgets_of_devices(
     ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
 ) -> dict[int, int]:
-    """Bytes that each of the node's devices has for the teacher.
+    """Device number -> bytes that it has for the teacher.
 
-    A GPU keeps `kept_share` of what it has free for activations, room for the student where a rank trains on it, and
-    for every rank's context, since all ranks compute on every GPU. Without GPUs every number stands for the same host
-    memory.
+    Of a GPU's free memory these are left out: `kept_share` for activations, `reserved_bytes` for the student where a
+    rank trains on it (`gpus_of_ranks`), and a CUDA context for every rank, since all ranks compute on every GPU.
+    Without GPUs every number stands for the same host memory.
     """
     if ranks.device.type == "cpu":
         return dict.fromkeys(range(ranks.local_world_size), free_host_bytes())
-    room = {}
+    budgets = {}
     for gpu in range(torch.cuda.device_count()):
         free = int(free_gpu_bytes(torch.device("cuda", gpu)) * (1 - kept_share))
         kept = ranks.local_world_size * CONTEXT_BYTES + (reserved_bytes if gpu in gpus_of_ranks else 0)
-        room[gpu] = max(free - kept, 0)
-    return room
+        budgets[gpu] = max(free - kept, 0)
+    return budgets
 
 
+@final
 @dataclass(frozen=True)
 class Packing:
     """Device maps of a teacher's modules, and whether its devices have the bytes for them.
 
     Attributes:
         maps: one for each module.
-        needed: bytes on each device number.
-        unplaced: bytes that found no device.
-        room: bytes that each device number has.
+        needed: device number -> bytes that the maps put there.
+        unplaced: bytes that fit on no device.
+        budgets: device number -> bytes that it has.
     """
 
     maps: list[DeviceMap]
     needed: Mapping[int, int]
     unplaced: int
-    room: Mapping[int, int]
+    budgets: Mapping[int, int]
 
     @property
     def fits(self) -> bool:
-        """Whether everything has a place, and no device is asked for more than it has."""
-        return not self.unplaced and all(self.needed[number] <= self.room[number] for number in self.needed)
+        """Whether everything is on a device, and no device needs more than its budget."""
+        return not self.unplaced and all(self.needed[device] <= self.budgets[device] for device in self.needed)
 
     def check(self, placement: str, advice: str) -> None:
         """Raises UserError unless it fits. `advice` says what to choose instead."""
         if self.fits:
             return
         total = sum(self.needed.values()) + self.unplaced
-        free = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in self.room.items())
-        wanted = ", ".join(f"{number}: {_gib(num_bytes)}" for number, num_bytes in sorted(self.needed.items()))
+        free = ", ".join(f"{device}: {_gib(num_bytes)}" for device, num_bytes in self.budgets.items())
+        wanted = ", ".join(f"{device}: {_gib(num_bytes)}" for device, num_bytes in sorted(self.needed.items()))
         raise UserError(
             f"teacher.placement={placement} needs {_gib(total)} ({wanted}; without a place: {_gib(self.unplaced)}), "
             f"and beside the student and activations these devices have {free}; {advice}"
@@ -148,15 +150,15 @@ def _block_classes(module: nn.Module, block_names: Sequence[str]) -> list[str]:
     return sorted({type(module.get_submodule(name)).__name__ for name in block_names})
 
 
-def _infer(module: nn.Module, classes: list[str], room: dict[int, int]) -> DeviceMap:
+def _infer(module: nn.Module, classes: list[str], max_memory: dict[int, int]) -> DeviceMap:
     with _unknown_devices_allowed():
-        found = infer_auto_device_map(module, room, no_split_module_classes=classes, offload_buffers=True)
+        found = infer_auto_device_map(module, max_memory, no_split_module_classes=classes, offload_buffers=True)
     return {name: location for name, location in found.items() if isinstance(location, int | str)}
 
 
 @contextmanager
 def _unknown_devices_allowed() -> Iterator[None]:
-    """Accelerate warns of device numbers that are no GPUs; where ranks stand for GPUs there are only such."""
+    """Silences Accelerate's warning of device numbers that are no GPUs, for machines where ranks stand for GPUs."""
     logger = logging.getLogger("accelerate.utils.modeling")
     before = logger.level
     logger.setLevel(logging.ERROR)

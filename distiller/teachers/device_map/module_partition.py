@@ -1,10 +1,11 @@
-"""The parts of a module that a device map holds apart, and what of each unit lies where."""
+"""Splits a module into the partitions that a device map makes, and its units into groups of tensors by location."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import final
 
 import torch
 from torch import nn
@@ -12,32 +13,35 @@ from torch import nn
 from distiller.errors import UserError
 from distiller.teachers.device_map.maps import Location, location_of
 from distiller.teachers.weights.layout import ALIGNMENT, REST, Entry, Unit
-from distiller.teachers.weights.loading import Plan
+from distiller.teachers.weights.loading import ModulePlan
 
 
+@final
 @dataclass(frozen=True)
 class ModulePartition:
-    """A submodule that computes in one place.
+    """A submodule that computes on one device.
 
     Attributes:
         path: its name; empty for the module itself.
-        names: the saved tensors that it holds there: all, or where its submodules have places of their own, those
-            that belong to none of them.
-        location: where they lie.
-        outputs_to: where its outputs go; None leaves them where they are.
+        names: of its saved tensors; without those of other partitions inside it.
+        location: of these tensors.
+        output_location: where its outputs are moved to; None leaves them where they are.
     """
 
     path: str
     names: tuple[str, ...]
     location: Location
-    outputs_to: Location | None
+    output_location: Location | None
 
 
+@final
 @dataclass(frozen=True)
 class TensorGroup:
-    """Tensors of a module that lie, or come in, together: one run of bytes.
+    """Tensors of a module that are resident, or onloaded, together as one run of bytes.
 
-    `stored` is how they are read, with all names that a tensor has; `bound` the same with the names that are here.
+    Attributes:
+        stored: the layout for reading them from files, with all names that each tensor has.
+        bound: the same layout with only the names that a tensor has in this group.
     """
 
     module_name: str
@@ -47,78 +51,79 @@ class TensorGroup:
 
 
 def partition_module(
-    plan: Plan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
+    plan: ModulePlan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
 ) -> list[ModulePartition]:
-    """The largest submodules that lie in one place; the module itself is always the first.
+    """The largest submodules whose tensors have one location; the module itself is always the first.
 
-    What is not resident comes in for a forward pass, so it is split down to blocks at least. A block's output stays
-    where it is, for the next block; every other one's goes to where the surrounding module computes, which is where
-    that one's own tensors are.
+    What is not resident is onloaded for a forward pass, so it is split down to blocks at least. A block's output stays
+    on its device, for the next block; that of any other partition moves to where the surrounding module computes, which
+    is the location of that module's own tensors.
 
-    Raises UserError when a module's own tensors are to lie apart: its forward pass uses them in one place.
+    Raises:
+        UserError: a module's own tensors have several locations, and its forward pass uses them on one device.
     """
     saved = list(plan.module.state_dict(keep_vars=True))
     block_names = _blocks(plan)
 
-    def walk(path: str, child: nn.Module, home: Location | None) -> Iterator[ModulePartition]:
+    def walk(path: str, child: nn.Module, parent_location: Location | None) -> Iterator[ModulePartition]:
         prefix = f"{path}." if path else ""
         names = [name for name in saved if name.startswith(prefix)]
         if not names:
             return
         locations = [location_of(name, device_map) for name in names]
         assert None not in locations
-        outputs_to = None if not path or path in block_names else home
+        output_location = None if not path or path in block_names else parent_location
         holds_blocks = any(block.startswith(prefix) for block in block_names)
         if len(set(locations)) == 1 and (is_resident(locations[0]) or not holds_blocks):
-            yield ModulePartition(path, tuple(names), locations[0], outputs_to)
+            yield ModulePartition(path, tuple(names), locations[0], output_location)
             return
-        own = {name: at for name, at in zip(names, locations, strict=True) if "." not in name.removeprefix(prefix)}
+        located = zip(names, locations, strict=True)
+        own = {name: location for name, location in located if "." not in name.removeprefix(prefix)}
         if len(set(own.values())) > 1:
-            told = ", ".join(f"{name} on {at}" for name, at in own.items())
+            listed = ", ".join(f"{name} on {location}" for name, location in own.items())
             raise UserError(
-                f"teacher.device_map: {path or 'the teacher'} uses its own tensors in one place; not {told}"
+                f"teacher.device_map: {path or 'the teacher'} uses its own tensors in one place; not {listed}"
             )
-        here = next(iter(own.values()), locations[0] if home is None else home)
+        own_location = next(iter(own.values()), locations[0] if parent_location is None else parent_location)
         if own or not path:
-            yield ModulePartition(path, tuple(own), here, outputs_to)
+            yield ModulePartition(path, tuple(own), own_location, output_location)
         for name, grandchild in child.named_children():
-            yield from walk(prefix + name, grandchild, here)
+            yield from walk(prefix + name, grandchild, own_location)
 
     return list(walk("", plan.module, None))
 
 
 def resident_groups(
-    plan: Plan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
+    plan: ModulePlan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
 ) -> list[TensorGroup]:
-    """What stays where it lies, by location and unit. A tensor with several names is there once for each location."""
+    """The resident tensors, by location and unit. A tied tensor is in a group of each location that its names have."""
     locations: dict[Location, None] = {}
     for unit in plan.units:
         for entry in unit.entries:
-            locations.update(dict.fromkeys(_at(name, device_map) for name in entry.names))
-    parts = []
+            locations.update(dict.fromkeys(_location(name, device_map) for name in entry.names))
+    groups: list[TensorGroup] = []
     for location in filter(is_resident, locations):
         for unit in plan.units:
             kept = [
-                (entry, tuple(name for name in entry.names if _at(name, device_map) == location))
+                (entry, tuple(name for name in entry.names if _location(name, device_map) == location))
                 for entry in unit.entries
             ]
-            part = _pack(plan.name, location, unit.name, [(entry, names) for entry, names in kept if names])
-            parts += [part] if part.stored.entries else []
-    return parts
+            group = _pack(plan.name, location, unit.name, [(entry, names) for entry, names in kept if names])
+            groups += [group] if group.stored.entries else []
+    return groups
 
 
-def onloaded_group(plan: Plan, place: ModulePartition) -> TensorGroup:
-    """What comes in together when a place that is not resident runs; its units are named by the place's path."""
-    here = set(place.names)
-    kept = [(entry, tuple(n for n in entry.names if n in here)) for unit in plan.units for entry in unit.entries]
-    return _pack(plan.name, place.location, place.path, [(entry, names) for entry, names in kept if names])
+def onloaded_group(plan: ModulePlan, partition: ModulePartition) -> TensorGroup:
+    """The tensors to onload when a partition that is not resident runs; its units are named by the partition's path."""
+    own = set(partition.names)
+    kept = [(entry, tuple(n for n in entry.names if n in own)) for unit in plan.units for entry in unit.entries]
+    return _pack(plan.name, partition.location, partition.path, [(entry, names) for entry, names in kept if names])
 
 
-def separate_shared_names(plan: Plan) -> None:
-    """Makes the names of a shared tensor independent, where they are in different units or one module has them all.
+def separate_shared_names(plan: ModulePlan) -> None:
+    """Gives every use of a shared (tied) tensor or submodule a parameter of its own, so that each can have its device.
 
-    One device may then have the tensor under one name, and another device under the next. Weights must be on the meta
-    device; the layout, which knows what is shared, is made before.
+    Weights must be on the meta device. The layout, which records what is shared, must be made before.
     """
     module, seen = plan.module, set[int]()
     for path, child in list(module.named_modules(remove_duplicate=False)):
@@ -136,11 +141,11 @@ def separate_shared_names(plan: Plan) -> None:
             table[attribute] = nn.Parameter(empty, requires_grad=False) if entry.is_parameter else empty
 
 
-def _blocks(plan: Plan) -> list[str]:
+def _blocks(plan: ModulePlan) -> list[str]:
     return [unit.name for unit in plan.units if unit.name != REST]
 
 
-def _at(name: str, device_map: Mapping[str, Location]) -> Location:
+def _location(name: str, device_map: Mapping[str, Location]) -> Location:
     location = location_of(name, device_map)
     assert location is not None
     return location

@@ -1,4 +1,4 @@
-"""One copy of the teacher for each node, spread over its GPUs by a device map: what three placements have in common."""
+"""One copy of the teacher for each node, spread over its GPUs by a device map: what three placements share."""
 
 from __future__ import annotations
 
@@ -23,33 +23,34 @@ from distiller.teachers.device_map.module_partition import (
 )
 from distiller.teachers.streaming.copiers import FileReader
 from distiller.teachers.weights.layout import REST, Binding, own_buffer_bytes
-from distiller.teachers.weights.loading import Plan, staging_buffer
-from distiller.teachers.weights.quantized import plan_held
-from distiller.teachers.weights.shared_parts import SharedParts
+from distiller.teachers.weights.loading import ModulePlan, staging_buffer
+from distiller.teachers.weights.quantized import plan_quantized_modules
+from distiller.teachers.weights.shared_weights import SharedWeights
 
 MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
-"""(module without weights, its blocks, bytes that each device has for it) -> where its parts go."""
+"""(module without weights, its blocks, bytes that each device number has for it) -> device map."""
 
 
 class DeviceMapTeacher(Teacher):
-    """Weights that the node's ranks share, and hooks that take each rank's own forward pass through them.
+    """Weights that the node's ranks share, and hooks that run each rank's own forward passes on them.
 
-    Abstract: a placement hands it the map.
+    Abstract: a placement passes the map.
 
-    On GPUs: numbered parts lie in the GPUs' memory, which the node's first rank owns and the others map; `cpu` parts in
-    host memory that all ranks map, from where each copies a block to its own GPU when it runs; `disk` parts are read
-    from the files when they run. Without GPUs the numbers stand for ranks, and all but `disk` lies in that host memory.
+    On GPUs: partitions with a number are in that GPU's memory, which the node's first rank owns and the others map;
+    those at `cpu` in host memory that all ranks map, from which each copies a block to its own GPU when it runs; those
+    at `disk` are read from the files when they run. Without GPUs the numbers stand for ranks, and all but `disk` is in
+    that host memory.
     """
 
-    def __init__(self, network: Network, setup: Setup, make_map: MakeMap, reads_in_use: bool = False) -> None:
+    def __init__(self, network: Network, setup: Setup, make_map: MakeMap, allows_disk: bool = False) -> None:
         """Communicates. Raises UserError before any weight is read.
 
         Args:
-            make_map: called on the node's first rank for one module after the other, with what is left of each device.
-            reads_in_use: whether the map may hold `disk`; otherwise that is what found no room.
+            make_map: called on the node's first rank for one module after the other, with the bytes left by device.
+            allows_disk: whether the map may hold `disk`; otherwise `disk` marks what fits on no device.
         """
-        self._network, self._ranks, self._device = network, setup.ranks, _numbered(setup.ranks.device)
-        plans = plan_held(network, setup, is_reader=setup.ranks.is_local_main or reads_in_use)
+        self._network, self._ranks, self._device = network, setup.ranks, _with_index(setup.ranks.device)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main or allows_disk)
         for plan in plans:
             separate_shared_names(plan)
         self._modules = {plan.name: plan.module for plan in plans}
@@ -57,43 +58,43 @@ class DeviceMapTeacher(Teacher):
         self._gpus_of_ranks = setup.ranks.gather_on_node(self._device.index)
 
         def make_maps() -> list[DeviceMap]:
-            room = budgets_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
-            packing = pack(plans, make_map, room, reads_in_use)
+            budgets = budgets_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
+            packing = pack(plans, make_map, budgets, allows_disk)
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
 
-        # One rank of the node decides: free memory changes while the ranks look.
+        # One rank of the node decides: free memory may change between the measurements of several.
         maps = setup.ranks.all_succeed(lambda: setup.ranks.broadcast_from_local_main(make_maps))
-        lying, places, passing = setup.ranks.all_succeed(lambda: self._apply(plans, maps))
+        resident, partitions, onloaded = setup.ranks.all_succeed(lambda: self._partition(plans, maps))
 
-        from_host = [part for part in passing if part.location == "cpu"]
-        from_disk = [part for part in passing if part.location == "disk"]
-        self._shared = SharedParts.make(lying + from_host, self._files, setup.ranks, setup.options.pin_memory)
-        self._away = [Binding(self._modules[part.module_name], part.bound) for part in lying]
-        for number, part in enumerate(lying):
-            Binding(self._modules[part.module_name], part.bound, self._shared.piece(number)).bind()
-        sources = [(part.stored, self._files[part.module_name]) for part in from_disk]
+        from_host = [group for group in onloaded if group.location == "cpu"]
+        from_disk = [group for group in onloaded if group.location == "disk"]
+        self._shared = SharedWeights.make(resident + from_host, self._files, setup.ranks, setup.options.pin_memory)
+        self._meta_bindings = [Binding(self._modules[group.module_name], group.bound) for group in resident]
+        for i, group in enumerate(resident):
+            Binding(self._modules[group.module_name], group.bound, self._shared.group_bytes(i)).bind()
+        sources = [(group.stored, self._files[group.module_name]) for group in from_disk]
         self._reader = FileReader(sources, setup.options.read_threads) if sources else None
         self._staging = staging_buffer([unit for unit, _ in sources], self._device)
         if self._reader is None:
             self._close_files()
 
-        bring = [(part, partial(self._copy_from_host, number)) for number, part in enumerate(from_host, len(lying))]
-        bring += [(part, partial(self._read, number)) for number, part in enumerate(from_disk)]
-        carrier, gpus = DeviceCopies(), [torch.device("cuda", gpu) for gpu in sorted(self._shared.gpu_bytes)]
-        takes_turns = self._device.type == "cuda" and setup.ranks.local_world_size > 1 and bool(gpus)
-        self._turns = GpuTicketLock(gpus, setup.ranks) if takes_turns else None
+        copy_in = [(group, partial(self._copy_from_host, i)) for i, group in enumerate(from_host, len(resident))]
+        copy_in += [(group, partial(self._read, i)) for i, group in enumerate(from_disk)]
+        copies, gpus = DeviceCopies(), [torch.device("cuda", gpu) for gpu in sorted(self._shared.gpu_bytes)]
+        locks_gpus = self._device.type == "cuda" and setup.ranks.local_world_size > 1 and bool(gpus)
+        self._ticket_lock = GpuTicketLock(gpus, setup.ranks) if locks_gpus else None
         for name, module in self._modules.items():
             weights = {
-                part.bound.name: OnloadedWeights(module, part.bound, get)
-                for part, get in bring
-                if part.module_name == name
+                group.bound.name: OnloadedWeights(module, group.bound, copy)
+                for group, copy in copy_in
+                if group.module_name == name
             }
-            attach_hooks(module, places[name], self._device_of, weights, carrier, self._turns)
+            attach_hooks(module, partitions[name], self._device_of, weights, copies, self._ticket_lock)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        """As `Teacher.predict`. The ranks take turns on the GPUs, which their streams arrange without the host."""
-        return answer(self._network, requests, self._run, None if self._turns is None else self._ranks)
+        """As `Teacher.predict`. The ranks take turns on the GPUs: their streams wait for each other, not the host."""
+        return answer(self._network, requests, self._run, None if self._ticket_lock is None else self._ranks)
 
     def memory(self) -> TeacherMemory:
         """As `Teacher.memory`; a GPU on which no rank trains counts for the node's first rank."""
@@ -107,32 +108,34 @@ class DeviceMapTeacher(Teacher):
         """As `Teacher.close`. Communicates where the copy is on GPUs: its owner frees it last."""
         for module in self._modules.values():
             remove_hook_from_submodules(module)
-        for away in self._away:
-            away.bind()
-        self._away.clear()
+        for binding in self._meta_bindings:
+            binding.bind()
+        self._meta_bindings.clear()
         self._modules.clear()
         if self._reader is not None:
             self._reader.close()
             self._reader = self._staging = None
         self._close_files()
         self._shared.close()
-        if self._turns is not None:
-            self._turns.close()
+        if self._ticket_lock is not None:
+            self._ticket_lock.close()
 
-    def _apply(
-        self, plans: Sequence[Plan], maps: Sequence[DeviceMap]
+    def _partition(
+        self, plans: Sequence[ModulePlan], maps: Sequence[DeviceMap]
     ) -> tuple[list[TensorGroup], dict[str, list[ModulePartition]], list[TensorGroup]]:
-        """What stays where it lies, every module's places, and what comes in when a place runs."""
-        lying, places, passing = [], {}, []
+        """(Resident groups, module name -> its partitions, groups that are onloaded when their partition runs)."""
+        resident: list[TensorGroup] = []
+        partitions: dict[str, list[ModulePartition]] = {}
+        onloaded: list[TensorGroup] = []
         for plan, device_map in zip(plans, maps, strict=True):
-            lying += resident_groups(plan, device_map, self._is_resident)
-            places[plan.name] = partition_module(plan, device_map, self._is_resident)
-            passing += [
-                onloaded_group(plan, place)
-                for place in places[plan.name]
-                if place.names and not self._is_resident(place.location)
+            resident += resident_groups(plan, device_map, self._is_resident)
+            partitions[plan.name] = partition_module(plan, device_map, self._is_resident)
+            onloaded += [
+                onloaded_group(plan, partition)
+                for partition in partitions[plan.name]
+                if partition.names and not self._is_resident(partition.location)
             ]
-        return lying, places, passing
+        return resident, partitions, onloaded
 
     def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         device = self._device
@@ -143,27 +146,27 @@ class DeviceMapTeacher(Teacher):
         return results
 
     def _pass(self, name: str, call: Call) -> Outputs:
-        if self._turns is None:
+        if self._ticket_lock is None:
             return self._network.run(self._modules[name], call)
-        self._turns.begin(name)
+        self._ticket_lock.begin_pass(name)
         try:
             return self._network.run(self._modules[name], call)
         finally:
             # Also after an error: the other ranks' streams wait for this pass.
-            self._turns.end()
+            self._ticket_lock.end_pass()
 
-    def _copy_from_host(self, number: int) -> Tensor:
-        # Nobody writes to host memory any more, so the copy need not be over when the host goes on.
-        return self._shared.piece(number).to(self._device, non_blocking=True)
+    def _copy_from_host(self, index: int) -> Tensor:
+        # Nothing writes to this host memory after loading, so the host need not wait for the copy.
+        return self._shared.group_bytes(index).to(self._device, non_blocking=True)
 
-    def _read(self, number: int) -> Tensor:
+    def _read(self, index: int) -> Tensor:
         assert self._reader is not None
-        num_bytes = self._reader.num_bytes(number)
+        num_bytes = self._reader.num_bytes(index)
         if self._staging is None:
-            buffer = torch.empty(num_bytes, dtype=torch.uint8)
-            self._reader.fill(number, buffer)
-            return buffer
-        self._reader.fill(number, self._staging)
+            target = torch.empty(num_bytes, dtype=torch.uint8)
+            self._reader.read(index, target)
+            return target
+        self._reader.read(index, self._staging)
         return self._staging[:num_bytes].to(self._device)
 
     def _is_resident(self, location: Location) -> bool:
@@ -184,31 +187,32 @@ class DeviceMapTeacher(Teacher):
         self._files.clear()
 
 
-def pack(plans: Sequence[Plan], make_map: MakeMap, room: Mapping[int, int], reads_in_use: bool) -> Packing:
+def pack(plans: Sequence[ModulePlan], make_map: MakeMap, budgets: Mapping[int, int], allows_disk: bool) -> Packing:
     """Every module's map; one after the other, since they share the devices' memory.
 
     Args:
-        room: bytes that each device number has for all modules.
-        reads_in_use: whether the maps may hold `disk`; otherwise that is what found no room.
+        budgets: bytes that each device number has for all modules.
+        allows_disk: whether the maps may hold `disk`; otherwise `disk` marks what fits on no device.
     """
-    left, maps, unplaced = dict(room), [], 0
+    left, unplaced = dict(budgets), 0
+    maps: list[DeviceMap] = []
     for plan in plans:
         entries = [entry for unit in plan.units for entry in unit.entries]
-        # Accelerate counts tensors, not the gaps between them that align each.
+        # Accelerate counts the tensors, not the gaps between them that align each.
         gaps = sum(unit.num_bytes for unit in plan.units) - sum(entry.num_bytes for entry in entries)
         blocks = [unit.name for unit in plan.units if unit.name != REST]
-        device_map = make_map(plan.module, blocks, {number: free - gaps for number, free in left.items()})
+        device_map = make_map(plan.module, blocks, {device: free - gaps for device, free in left.items()})
         maps.append(device_map)
-        for part in resident_groups(plan, device_map, lambda _: True):
-            if isinstance(part.location, int):
-                left[part.location] -= part.stored.num_bytes
-            elif part.location == "disk" and not reads_in_use:
-                unplaced += part.stored.num_bytes
-    return Packing(maps, {number: room[number] - left[number] for number in room}, unplaced, room)
+        for group in resident_groups(plan, device_map, lambda _: True):
+            if isinstance(group.location, int):
+                left[group.location] -= group.stored.num_bytes
+            elif group.location == "disk" and not allows_disk:
+                unplaced += group.stored.num_bytes
+    return Packing(maps, {device: budgets[device] - left[device] for device in budgets}, unplaced, budgets)
 
 
-def _numbered(device: torch.device) -> torch.device:
-    """The device by its number: a single process may call its GPU just `cuda`."""
+def _with_index(device: torch.device) -> torch.device:
+    """The device with its index: a single process may call its GPU just `cuda`."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

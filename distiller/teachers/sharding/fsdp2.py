@@ -18,7 +18,7 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.sharding.sharded_modules import Shards, units_in_turn
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import ALIGNMENT, REST, Entry, Unit, move_own_buffers
-from distiller.teachers.weights.loading import Plan, load_on_all_ranks, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, plan_modules
 
 
 class FullyShardedModules(Shards):
@@ -87,7 +87,7 @@ class FullyShardedModules(Shards):
             else:
                 yield self._host.piece(number)
 
-    def _read(self, plan: Plan, memory: Iterator[Tensor], ranks: Ranks) -> dict[str, Tensor]:
+    def _read(self, plan: ModulePlan, memory: Iterator[Tensor], ranks: Ranks) -> dict[str, Tensor]:
         """The module's state as this rank holds it: its rows of what is split, and the whole of what is not."""
         state: dict[str, Tensor] = {}
         for unit, whole in units_in_turn(plan, ranks):
@@ -110,7 +110,7 @@ class FullyShardedModules(Shards):
         return state
 
 
-def _split(plan: Plan, mesh: DeviceMesh, policy: OffloadPolicy) -> None:
+def _split(plan: ModulePlan, mesh: DeviceMesh, policy: OffloadPolicy) -> None:
     """Turns a module's parameters into shards on the meta device, and lets its forward passes gather them by block."""
     blocks = [unit.name for unit in plan.units if unit.name != REST]
     whole = {
@@ -142,7 +142,7 @@ def _host_memory(sizes: Sequence[int], ranks: Ranks, locks_pages: bool) -> HostC
     return host
 
 
-def _even(plan: Plan, unit: Unit) -> list[tuple[Entry, int]]:
+def _even(plan: ModulePlan, unit: Unit) -> list[tuple[Entry, int]]:
     """What fills this rank's share of a unit, and its bytes.
 
     Not the shorter shares that last ranks have where the division leaves a rest: FSDP2 pads a copy of its own of those.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from distiller.distributed.ranks import Ranks
 from distiller.teachers.weights.layout import Unit
-from distiller.teachers.weights.loading import Plan, broadcast_unit, read_to_device, staging_buffer
+from distiller.teachers.weights.loading import ModulePlan, broadcast_unit, read_to_device, staging_buffer
 
 
 class Shards(ABC):
@@ -34,7 +34,7 @@ class Shards(ABC):
         """Frees this rank's share."""
 
 
-def units_in_turn(plan: Plan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor]]:
+def units_in_turn(plan: ModulePlan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor]]:
     """Each unit, and its weights whole on this rank's device (uint8). Rank 0 reads, the others receive. Communicates.
 
     All units pass through the same memory: what is to stay must be copied out before the next one is asked for.

@@ -18,7 +18,7 @@ from distiller.storage.swap_folder import SwapFolder
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.sharding.sharded_modules import Shards, units_in_turn
 from distiller.teachers.weights.layout import move_own_buffers
-from distiller.teachers.weights.loading import Plan, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
 CONFIG_FILES = {"none": "teacher_zero3.json", "cpu": "teacher_zero3_cpu.json", "nvme": "teacher_zero3_nvme.json"}
 """`teacher.offload` -> the file in `ds_configs/`; `"auto"` in them is filled in from the recipe and the weights."""
@@ -82,7 +82,7 @@ class Zero3Modules(Shards):
         if self._folder is not None:
             self._folder.remove()
 
-    def _load(self, plan: Plan, setup: Setup) -> None:
+    def _load(self, plan: ModulePlan, setup: Setup) -> None:
         for unit, whole in units_in_turn(plan, setup.ranks):
             state: dict[str, Tensor] = {}
             for entry in unit.entries:
@@ -108,7 +108,7 @@ class Zero3Modules(Shards):
         zero.Init(islands, config_dict_or_path=copy.deepcopy(config))
 
 
-def _read_config(plans: Sequence[Plan], setup: Setup, folder: SwapFolder | None) -> dict[str, Any]:
+def _read_config(plans: Sequence[ModulePlan], setup: Setup, folder: SwapFolder | None) -> dict[str, Any]:
     """The packaged configuration of the teacher's engine, complete."""
     file = launch_files_dir() / "ds_configs" / CONFIG_FILES[setup.options.offload]
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,1 +1,1 @@
-"""Blocks that visit the device one after the other, through a pool of buffers."""
+"""Streams blocks from host memory or files through a pool of device buffers."""

@@ -1,12 +1,14 @@
-"""Modules whose blocks pass through a ring: hooks that bring each block's weights in before it runs."""
+"""Modules whose blocks are offloaded: hooks copy each block's weights into a pool buffer before it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from distiller.teachers.base import ModuleCalls, Network, Outputs
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, BufferPool, Copier
@@ -14,17 +16,19 @@ from distiller.teachers.streaming.interleaved_forward import InterleavedForward
 from distiller.teachers.weights.layout import Binding, Unit
 
 
+@final
 @dataclass(frozen=True)
 class OffloadedBlock:
-    """A block that passes: its module's name, the module that holds it, and its layout."""
+    """A block that is on the device only while it runs: its module's name, that module, and the block's layout."""
 
     module_name: str
     module: nn.Module
     unit: Unit
 
 
+@final
 class OffloadedModules:
-    """Runs calls on modules of which some blocks are in the ring only while they compute.
+    """Runs calls on modules of which some blocks are in the buffer pool only while they compute.
 
     A block's weights are on the meta device whenever it is not running, so using them at any other time is an error and
     not a wrong number.
@@ -34,30 +38,32 @@ class OffloadedModules:
         self,
         network: Network,
         modules: dict[str, nn.Module],
-        units: Sequence[OffloadedBlock],
-        slots: Sequence[BlockBuffer],
-        feed: Copier,
+        blocks: Sequence[OffloadedBlock],
+        buffers: Sequence[BlockBuffer],
+        copier: Copier,
         device: torch.device,
         amortise: bool,
     ) -> None:
+        """`copier` copies unit i, the weights of `blocks[i]`, into one of `buffers`, which are on `device`."""
         self._network, self._modules, self._amortise = network, modules, amortise
-        self._units: Sequence[OffloadedBlock] = units
-        self._pool, self._interleaved, self._num_slots = BufferPool(slots, feed), InterleavedForward(device), len(slots)
+        self._blocks: Sequence[OffloadedBlock] = blocks
+        self._pool, self._num_buffers = BufferPool(buffers, copier), len(buffers)
+        self._interleaved = InterleavedForward(device)
         self._bindings: dict[tuple[int, int], Binding] = {}
-        self._handles = []
-        for number, passing in enumerate(units):
-            block = passing.module.get_submodule(passing.unit.name)
-            self._handles.append(block.register_forward_pre_hook(self._onload(number)))
-            self._handles.append(block.register_forward_hook(self._offload(number), always_call=True))
+        self._handles: list[RemovableHandle] = []
+        for i, block in enumerate(blocks):
+            submodule = block.module.get_submodule(block.unit.name)
+            self._handles.append(submodule.register_forward_pre_hook(self._onload_hook(i)))
+            self._handles.append(submodule.register_forward_hook(self._offload_hook(i), always_call=True))
 
     def run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
-        """Outputs of each call; with `amortise`, the calls of a module pass each block together."""
-        route = []
+        """Outputs of each call; with `amortise`, all calls of a module use a block before the next one is needed."""
+        schedule: list[int] = []
         for name, calls in agenda:
-            numbers = [number for number, passing in enumerate(self._units) if passing.module_name == name]
-            route += numbers * (1 if self._amortise else len(calls))
+            units = [i for i, block in enumerate(self._blocks) if block.module_name == name]
+            schedule += units * (1 if self._amortise else len(calls))
         # The next step is likely to begin as this one did.
-        self._pool.schedule(route, then=route[: self._num_slots])
+        self._pool.schedule(schedule, then=schedule[: self._num_buffers])
         results = []
         for name, calls in agenda:
             module = self._modules[name]
@@ -68,7 +74,7 @@ class OffloadedModules:
         return results
 
     def close(self) -> None:
-        """Waits for copies under way, and lets modules and buffers go."""
+        """Waits for copies in flight, and drops the references to modules and buffers."""
         self._pool.close()
         self._interleaved.close()
         for handle in self._handles:
@@ -76,36 +82,36 @@ class OffloadedModules:
         self._handles.clear()
         self._modules.clear()
         self._bindings.clear()
-        self._units = ()
+        self._blocks = ()
 
-    def _onload(self, number: int):
-        def hook(block: nn.Module, args: tuple[Tensor, ...]) -> None:
+    def _onload_hook(self, i: int) -> Callable[..., None]:
+        def hook(submodule: nn.Module, args: tuple[Any, ...]) -> None:
             self._interleaved.switch()
-            slot = self._pool.acquire(number)
-            key = number, slot.buffer.data_ptr()
+            buffer = self._pool.acquire(i)
+            key = i, buffer.data.data_ptr()
             if key not in self._bindings:
-                passing = self._units[number]
-                self._bindings[key] = Binding(passing.module, passing.unit, slot.buffer)
+                block = self._blocks[i]
+                self._bindings[key] = Binding(block.module, block.unit, buffer.data)
             self._bindings[key].bind()
 
         return hook
 
-    def _offload(self, number: int):
-        passing = self._units[number]
-        away = Binding(passing.module, passing.unit)
+    def _offload_hook(self, i: int) -> Callable[..., None]:
+        block = self._blocks[i]
+        meta_binding = Binding(block.module, block.unit)
 
-        def hook(block: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
-            away.bind()
+        def hook(submodule: nn.Module, args: tuple[Any, ...], output: object) -> None:
+            meta_binding.bind()
 
         return hook
 
 
-def allocate_buffers(num_bytes: int, num_slots: int, device: torch.device) -> list[BlockBuffer]:
+def allocate_buffers(num_bytes: int, num_buffers: int, device: torch.device) -> list[BlockBuffer]:
     """Buffers of this size on the device."""
     return [
         BlockBuffer(
             torch.empty(num_bytes, dtype=torch.uint8, device=device),
-            used=torch.cuda.Event() if device.type == "cuda" else None,
+            last_use=torch.cuda.Event() if device.type == "cuda" else None,
         )
-        for _ in range(num_slots)
+        for _ in range(num_buffers)
     ]

@@ -1,97 +1,106 @@
-"""A few buffers on the device through which a teacher's blocks pass, the next ones on their way while one computes."""
+"""A few buffers on the device that take a teacher's blocks in turn; the next blocks are copied while one computes."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor
 
 
+@final
 @dataclass(eq=False)
 class BlockBuffer:
-    """A buffer [bytes] uint8 on the device, the unit that is in it or on its way, and what follows its last reader."""
+    """Memory for one block.
 
-    buffer: Tensor
+    Attributes:
+        data: uint8 [bytes] on the device.
+        unit: index of the unit that is in it, or is being copied into it; -1 at first.
+        last_use: recorded after the last kernel that reads it; None on the CPU.
+    """
+
+    data: Tensor
     unit: int = -1
-    used: torch.cuda.Event | None = field(default=None)
+    last_use: torch.cuda.Event | None = None
 
 
 class Copier(ABC):
-    """Brings units into slots, in the order in which they are started."""
+    """Copies units into buffers, in the order in which they are started."""
 
     @abstractmethod
-    def start(self, slot: BlockBuffer) -> None:
-        """Begins to bring `slot.unit` into the slot, once `slot.used` has passed. Does not wait."""
+    def start(self, buffer: BlockBuffer) -> None:
+        """Begins to copy the unit `buffer.unit` into the buffer, after `buffer.last_use`. Does not wait."""
 
     @abstractmethod
-    def wait(self, slot: BlockBuffer) -> None:
-        """Lets the current stream (on the CPU: the caller) wait until the unit is there."""
+    def wait(self, buffer: BlockBuffer) -> None:
+        """Makes the current stream (on the CPU: the caller) wait until the copy is complete."""
 
     @abstractmethod
     def close(self) -> None:
-        """Waits for what is under way and frees what the feed holds."""
+        """Waits for copies in flight and frees what the copier holds."""
 
 
+@final
 class BufferPool:
-    """Slots in the order in which their units will be used.
+    """Copies units ahead in the order of a schedule.
 
-    A slot is free again when the next unit is entered; what comes next is known (`expect`), so its copy starts then. A
-    unit that comes unexpectedly, or is left out, costs time and nothing else: slots are found by the unit that is in
-    them, never by its number.
+    A buffer is free again when the next unit is acquired, and the next copy starts then. A unit that is not in the
+    schedule, or is skipped, costs time and nothing else: buffers are found by the unit that is in them.
     """
 
-    def __init__(self, slots: Sequence[BlockBuffer], feed: Copier) -> None:
-        self._idle, self._in_flight = deque(slots), deque[BlockBuffer]()
-        self._upcoming, self._current = deque[int](), None
-        self._feed = feed
+    def __init__(self, buffers: Sequence[BlockBuffer], copier: Copier) -> None:
+        self._free, self._in_flight = deque(buffers), deque[BlockBuffer]()
+        self._upcoming = deque[int]()
+        self._current: BlockBuffer | None = None
+        self._copier = copier
 
     def schedule(self, units: Sequence[int], then: Sequence[int]) -> None:
-        """Says which units pass next, and which are likely to follow (the next step's first ones)."""
-        kept = 0
-        while kept < min(len(units), len(self._in_flight)) and self._in_flight[kept].unit == units[kept]:
-            kept += 1
-        while len(self._in_flight) > kept:
-            self._idle.append(self._in_flight.pop())
-        self._upcoming = deque([*units[kept:], *then])
+        """Sets the indices of the units that are needed next, and of those likely to follow (the next step's first)."""
+        num_kept = 0
+        while num_kept < min(len(units), len(self._in_flight)) and self._in_flight[num_kept].unit == units[num_kept]:
+            num_kept += 1
+        while len(self._in_flight) > num_kept:
+            self._free.append(self._in_flight.pop())
+        self._upcoming = deque([*units[num_kept:], *then])
         self._start_copies()
 
     def acquire(self, unit: int) -> BlockBuffer:
-        """The slot that holds the unit; the current stream waits for it. The unit before it is no longer needed."""
+        """The buffer that holds the unit; the current stream waits for it. Releases the unit acquired before."""
         if self._current is not None and self._current.unit == unit:
             return self._current
         self.release()
         self._skip_to(unit)
-        slot = self._in_flight.popleft()
-        # First: a slot whose copy has failed must not look filled.
-        self._feed.wait(slot)
-        self._current = slot
-        return slot
+        buffer = self._in_flight.popleft()
+        # Wait before `_current` is set: a buffer whose copy failed must not be returned by the next call.
+        self._copier.wait(buffer)
+        self._current = buffer
+        return buffer
 
     def release(self) -> None:
-        """The last unit entered is no longer needed; its slot is filled anew."""
+        """Frees the buffer acquired last for the next copy."""
         if self._current is None:
             return
-        if self._current.used is not None:
-            self._current.used.record()
-        self._idle.append(self._current)
+        if self._current.last_use is not None:
+            self._current.last_use.record()
+        self._free.append(self._current)
         self._current = None
         self._start_copies()
 
     def close(self) -> None:
-        """Waits for copies under way and lets the buffers go."""
-        self._feed.close()
-        self._idle.clear()
+        """Waits for copies in flight and frees the buffers."""
+        self._copier.close()
+        self._free.clear()
         self._in_flight.clear()
         self._upcoming.clear()
         self._current = None
 
     def _skip_to(self, unit: int) -> None:
         while self._in_flight and self._in_flight[0].unit != unit:
-            self._idle.append(self._in_flight.popleft())
+            self._free.append(self._in_flight.popleft())
         if self._in_flight:
             return
         while self._upcoming and self._upcoming[0] != unit and unit in self._upcoming:
@@ -101,8 +110,8 @@ class BufferPool:
         self._start_copies()
 
     def _start_copies(self) -> None:
-        while self._idle and self._upcoming:
-            slot = self._idle.popleft()
-            slot.unit = self._upcoming.popleft()
-            self._feed.start(slot)
-            self._in_flight.append(slot)
+        while self._free and self._upcoming:
+            buffer = self._free.popleft()
+            buffer.unit = self._upcoming.popleft()
+            self._copier.start(buffer)
+            self._in_flight.append(buffer)

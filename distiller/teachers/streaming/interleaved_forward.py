@@ -1,7 +1,7 @@
-"""Forward passes that take turns: each runs up to its next block, then hands over to the next.
+"""Interleaves forward passes block by block: each runs up to its next block, then the next pass runs.
 
-When blocks are brought to the GPU one by one, all micro-batches of an update pass a block while it is there, and it
-travels once instead of once each. Every pass runs exactly the operations that it would run alone.
+When blocks are copied to the GPU one by one, all micro-batches of an update then use a block while it is there, and it
+is copied once instead of once for each. Every pass runs exactly the operations that it would run alone.
 """
 
 from __future__ import annotations
@@ -9,68 +9,71 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from typing import Any
+from typing import TypeVar, final
 
 import torch
 
+T = TypeVar("T")
 
+
+@final
 class InterleavedForward:
-    """Runs functions in threads of which only one is awake at a time; they change turns in `pause`.
+    """Runs functions in one thread each, of which only one runs at a time; `switch` passes control to the next.
 
-    The threads stay for the next time: torch keeps cuDNN's plans by thread, and a new one would choose each anew.
+    The threads are kept for the next call: torch caches cuDNN's plans by thread, and a new one would choose each again.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: ThreadPoolExecutor | None = None
         self._num_threads = 0
-        self._turns: list[threading.Semaphore] = []
-        self._alive: list[bool] = []
-        self._numbers: dict[int, int] = {}
+        self._may_run: list[threading.Semaphore] = []
+        self._is_alive: list[bool] = []
+        self._index_of_thread: dict[int, int] = {}
         self._failure: BaseException | None = None
 
-    def run(self, functions: Sequence[Callable[[], Any]]) -> list[Any]:
+    def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
         """The functions' results, in order; the first failure is raised after all threads have ended.
 
         They run without gradients and autocast, on the caller's device and stream.
         """
         if len(functions) == 1:
             return [functions[0]()]
-        results: list[Any] = [None] * len(functions)
-        self._turns = [threading.Semaphore(0) for _ in functions]
-        self._alive, self._failure = [True] * len(functions), None
+        results: dict[int, T] = {}
+        self._may_run = [threading.Semaphore(0) for _ in functions]
+        self._is_alive, self._failure = [True] * len(functions), None
         stream = torch.cuda.current_stream(self._device) if self._device.type == "cuda" else None
 
-        def body(number: int) -> None:
-            self._numbers[threading.get_ident()] = number
-            self._turns[number].acquire()
+        def body(i: int) -> None:
+            self._index_of_thread[threading.get_ident()] = i
+            self._may_run[i].acquire()
             try:
                 if self._failure is None:
                     # Gradient mode, autocast, device and stream belong to a thread.
                     with torch.no_grad(), torch.autocast(self._device.type, enabled=False), torch.cuda.stream(stream):
-                        results[number] = functions[number]()
+                        results[i] = functions[i]()
             except BaseException as error:
                 self._failure = self._failure or error
             finally:
-                self._alive[number] = False
-                del self._numbers[threading.get_ident()]
-                self._wake_next(number)
+                self._is_alive[i] = False
+                del self._index_of_thread[threading.get_ident()]
+                self._wake_next(i)
 
-        pool = self._threads(len(functions))
-        futures = [pool.submit(body, number) for number in range(len(functions))]
-        self._turns[0].release()
+        pool = self._thread_pool(len(functions))
+        futures = [pool.submit(body, i) for i in range(len(functions))]
+        self._may_run[0].release()
         wait(futures)
         if self._failure is not None:
             raise self._failure
-        return results
+        return [results[i] for i in range(len(functions))]
 
     def switch(self) -> None:
-        """Lets the others run up to their next block. Does nothing outside of `run`'s threads."""
-        number = self._numbers.get(threading.get_ident())
-        if number is None:
+        """Lets the other passes run up to their next block. Does nothing outside of `run`'s threads."""
+        i = self._index_of_thread.get(threading.get_ident())
+        if i is None:
             return
-        if self._wake_next(number):
-            self._turns[number].acquire()
+        if self._wake_next(i):
+            self._may_run[i].acquire()
         if self._failure is not None:
             raise RuntimeError("another forward pass of this step failed") from self._failure
 
@@ -79,17 +82,18 @@ class InterleavedForward:
         if self._pool is not None:
             self._pool.shutdown()
 
-    def _threads(self, count: int) -> ThreadPoolExecutor:
-        if self._pool is None or self._num_threads < count:
+    def _thread_pool(self, num_threads: int) -> ThreadPoolExecutor:
+        if self._pool is None or self._num_threads < num_threads:
             self.close()
-            self._pool, self._num_threads = ThreadPoolExecutor(count, thread_name_prefix="interleaved"), count
+            self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="interleaved")
+            self._num_threads = num_threads
         return self._pool
 
-    def _wake_next(self, number: int) -> bool:
-        """Wakes the next one that is alive; whether there was another."""
-        count = len(self._alive)
-        for other in ((number + offset) % count for offset in range(1, count)):
-            if self._alive[other]:
-                self._turns[other].release()
+    def _wake_next(self, i: int) -> bool:
+        """Wakes the next thread that is alive; whether there was another."""
+        count = len(self._is_alive)
+        for other in ((i + offset) % count for offset in range(1, count)):
+            if self._is_alive[other]:
+                self._may_run[other].release()
                 return True
         return False

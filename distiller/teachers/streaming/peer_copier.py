@@ -1,4 +1,4 @@
-"""Each rank copies its share of a block from host memory to its GPU and passes it on to the other GPUs' slots.
+"""Each rank copies its share of a block from host memory to its GPU, and from there into the other GPUs' buffers.
 
 Only copy engines work: an all-gather by kernels takes multiprocessors from the teacher's own products, which cost 9% of
 a step of 6,240 tokens on two H200.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import final
 
 import torch
 
@@ -16,97 +17,100 @@ from distiller.errors import RunError, UserError
 from distiller.teachers.cuda import driver
 from distiller.teachers.cuda.stream_counters import StreamCounters
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
-from distiller.teachers.streaming.copiers import Pieces
+from distiller.teachers.streaming.copiers import UnitBytes
 from distiller.teachers.weights.gpu_copy import check_same_gpus
 
 
+@final
 class PeerCopier(Copier):
-    """Communicates by memory alone, in stream order: every rank of the node starts the same units in the same slots.
+    """Communicates through memory, in stream order: all ranks of the node start the same units in the same buffers.
 
-    Counters, by (rank, slot): how often a slot of that rank was free to be filled, and how many shares from each other
-    rank have arrived in it. A round is one filling of one slot; all ranks count alike.
+    Counters, for each (rank, buffer): how often the buffer became free, and for every other rank, how many of its
+    shares have arrived in the buffer. A round is one filling of one buffer; all ranks count the same rounds.
     """
 
-    def __init__(self, pieces: Pieces, slots: Sequence[BlockBuffer], ranks: Ranks) -> None:
-        """Maps the slots of the node's other GPUs. Communicates. Raises UserError where that is not possible."""
-        self._pieces, self._ranks, self._device = pieces, ranks, ranks.device
-        self._me, self._count = ranks.local_rank, ranks.local_world_size
-        self._numbers = {id(slot): number for number, slot in enumerate(slots)}
-        self._rounds = [0] * len(slots)
-        self._copying, self._passing = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
-        self._copied = [torch.cuda.Event() for _ in slots]
-        self._passed = [torch.cuda.Event() for _ in slots]
-        self._signals = StreamCounters(self._count * len(slots) * (1 + self._count), ranks)
+    def __init__(self, unit_bytes: UnitBytes, buffers: Sequence[BlockBuffer], ranks: Ranks) -> None:
+        """Maps the buffers of the node's other GPUs. Communicates. Raises UserError where that is not possible."""
+        self._unit_bytes, self._ranks, self._device = unit_bytes, ranks, ranks.device
+        self._rank, self._num_ranks = ranks.local_rank, ranks.local_world_size
+        self._index_of = {id(buffer): i for i, buffer in enumerate(buffers)}
+        self._rounds = [0] * len(buffers)
+        self._copy_stream, self._send_stream = torch.cuda.Stream(self._device), torch.cuda.Stream(self._device)
+        self._copied = [torch.cuda.Event() for _ in buffers]
+        self._sent = [torch.cuda.Event() for _ in buffers]
+        self._counters = StreamCounters(self._num_ranks * len(buffers) * (1 + self._num_ranks), ranks)
         self._mapped: dict[bytes, int] = {}
         check_same_gpus(ranks)
         with torch.cuda.device(self._device):
-            self._theirs = self._map_slots(slots)
+            self._addresses = self._map_buffers(buffers)
 
-    def start(self, slot: BlockBuffer) -> None:
-        number, piece = self._numbers[id(slot)], self._pieces(slot.unit)
-        share = piece.numel() // self._count
-        own = slice(self._me * share, (self._me + 1) * share)
-        assert slot.used is not None
-        with torch.cuda.stream(self._copying):
-            self._copying.wait_event(slot.used)
-            # What was brought and never used may still be arriving, or on its way from here to others.
-            self._copying.wait_event(self._passed[number])
-            self._wait_for_shares(number, self._copying)
-            self._rounds[number] += 1
-            self._signals.write(self._free(self._me, number), self._rounds[number], self._copying)
-            slot.buffer[own].copy_(piece[own], non_blocking=True)
-            self._copied[number].record(self._copying)
-        with torch.cuda.stream(self._passing):
-            self._passing.wait_event(self._copied[number])
-            for offset in range(1, self._count):
-                # Not all to the same GPU at once.
-                peer = (self._me + offset) % self._count
-                self._signals.wait(self._free(peer, number), self._rounds[number], self._passing)
-                target, source = self._theirs[peer][number] + own.start, self._theirs[self._me][number] + own.start
-                driver.copy(target, source, share, self._passing)
-                self._signals.write(self._arrived(peer, number, self._me), self._rounds[number], self._passing)
-            self._passed[number].record(self._passing)
+    def start(self, buffer: BlockBuffer) -> None:
+        i, source = self._index_of[id(buffer)], self._unit_bytes(buffer.unit)
+        share_bytes = source.numel() // self._num_ranks
+        own = slice(self._rank * share_bytes, (self._rank + 1) * share_bytes)
+        assert buffer.last_use is not None
+        with torch.cuda.stream(self._copy_stream):
+            self._copy_stream.wait_event(buffer.last_use)
+            # A unit that was never acquired: its shares may still be arriving, or be on their way to other ranks.
+            self._copy_stream.wait_event(self._sent[i])
+            self._wait_for_shares(i, self._copy_stream)
+            self._rounds[i] += 1
+            self._counters.write(self._free_counter(self._rank, i), self._rounds[i], self._copy_stream)
+            buffer.data[own].copy_(source[own], non_blocking=True)
+            self._copied[i].record(self._copy_stream)
+        with torch.cuda.stream(self._send_stream):
+            self._send_stream.wait_event(self._copied[i])
+            for offset in range(1, self._num_ranks):
+                # In an order of its own, so that the ranks do not all write to the same GPU at once.
+                peer = (self._rank + offset) % self._num_ranks
+                self._counters.wait(self._free_counter(peer, i), self._rounds[i], self._send_stream)
+                target_address = self._addresses[peer][i] + own.start
+                source_address = self._addresses[self._rank][i] + own.start
+                driver.copy(target_address, source_address, share_bytes, self._send_stream)
+                arrived = self._arrived_counter(peer, i, self._rank)
+                self._counters.write(arrived, self._rounds[i], self._send_stream)
+            self._sent[i].record(self._send_stream)
 
-    def wait(self, slot: BlockBuffer) -> None:
-        number, stream = self._numbers[id(slot)], torch.cuda.current_stream(self._device)
-        stream.wait_event(self._copied[number])
-        self._wait_for_shares(number, stream)
+    def wait(self, buffer: BlockBuffer) -> None:
+        i, stream = self._index_of[id(buffer)], torch.cuda.current_stream(self._device)
+        stream.wait_event(self._copied[i])
+        self._wait_for_shares(i, stream)
 
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
-        # Others still write into slots of this rank until they have come here too.
+        # Other ranks still write into this rank's buffers until they have come here too.
         self._ranks.node_barrier()
         for address in set(self._mapped.values()):
             driver.unmap_memory(address)
         self._mapped.clear()
-        self._signals.close()
+        self._counters.close()
         self._ranks.node_barrier()
 
-    def _wait_for_shares(self, number: int, stream: torch.cuda.Stream) -> None:
-        for peer in range(self._count):
-            if peer != self._me:
-                self._signals.wait(self._arrived(self._me, number, peer), self._rounds[number], stream)
+    def _wait_for_shares(self, i: int, stream: torch.cuda.Stream) -> None:
+        for peer in range(self._num_ranks):
+            if peer != self._rank:
+                self._counters.wait(self._arrived_counter(self._rank, i, peer), self._rounds[i], stream)
 
-    def _free(self, rank: int, slot: int) -> int:
-        return (rank * len(self._rounds) + slot) * (1 + self._count)
+    def _free_counter(self, rank: int, i: int) -> int:
+        return (rank * len(self._rounds) + i) * (1 + self._num_ranks)
 
-    def _arrived(self, rank: int, slot: int, sender: int) -> int:
-        return self._free(rank, slot) + 1 + sender
+    def _arrived_counter(self, rank: int, i: int, sender: int) -> int:
+        return self._free_counter(rank, i) + 1 + sender
 
-    def _map_slots(self, slots: Sequence[BlockBuffer]) -> list[list[int]]:
-        """Addresses of the slots of every rank of the node; of this one, its own."""
+    def _map_buffers(self, buffers: Sequence[BlockBuffer]) -> list[list[int]]:
+        """Addresses, valid in this process, of every rank's buffers: [rank of the node][buffer]."""
         addresses: list[list[int]] = []
 
         def export_all() -> list[tuple[bytes, int]]:
-            return [driver.export_memory(slot.buffer.data_ptr()) for slot in slots]
+            return [driver.export_memory(buffer.data.data_ptr()) for buffer in buffers]
 
         def map_all() -> None:
             for peer, of_peer in enumerate(handles):
-                if peer == self._me:
-                    addresses.append([slot.buffer.data_ptr() for slot in slots])
+                if peer == self._rank:
+                    addresses.append([buffer.data.data_ptr() for buffer in buffers])
                     continue
                 for handle, _ in of_peer:
-                    # Slots may lie in one allocation, which is mapped once.
+                    # Several buffers may be in one allocation, which is mapped once.
                     if handle not in self._mapped:
                         self._mapped[handle] = driver.map_memory(handle)
                 addresses.append([self._mapped[handle] + offset for handle, offset in of_peer])
@@ -125,7 +129,7 @@ class PeerCopier(Copier):
 def has_peer_access(ranks: Ranks) -> bool:
     """Whether every GPU of the node's ranks can write to every other one. Communicates.
 
-    NCCL_P2P_DISABLE=1 is how people say that theirs only pretend to.
+    NCCL_P2P_DISABLE=1 counts as no: users set it where the driver reports peer access that does not work.
     """
     if os.environ.get("NCCL_P2P_DISABLE") == "1":
         return False

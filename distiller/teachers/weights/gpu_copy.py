@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import final
 
 import torch
 from torch import Tensor
@@ -11,14 +12,15 @@ from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 
-ADVICE = "choose placement replicated, or streamed with shard_transfers=false: they need no GPU memory in common"
+ADVICE = "choose placement replicated, or streamed with shard_transfers=false: they share no GPU memory"
 
 
+@final
 class GpuCopy:
-    """A run of bytes on each GPU. The node's first rank owns all of them, the others map them: no second copy.
+    """A buffer on each GPU. The node's first rank owns all of them and the others map them: no second copy.
 
     A rank computes on a GPU with the memory of that same GPU, so the mapping needs no peer access; where the GPUs have
-    it, activations pass between them without the host.
+    it, activations go from one to another without the host.
     """
 
     def __init__(self, buffers: dict[int, Tensor], ranks: Ranks) -> None:
@@ -27,7 +29,7 @@ class GpuCopy:
 
     @staticmethod
     def make(sizes: Mapping[int, int], ranks: Ranks) -> GpuCopy:
-        """Allocates and maps buffers: GPU number -> bytes, the same on all ranks of the node; not filled.
+        """Allocates and maps buffers without initialising them. `sizes` (GPU number -> bytes) is the same on all ranks.
 
         Communicates. Raises UserError where the ranks see different GPUs, or a rank cannot map what the first owns.
         """
@@ -37,7 +39,7 @@ class GpuCopy:
         def allocate() -> list[dict[int, tuple]]:
             for gpu, num_bytes in sizes.items():
                 buffers[gpu] = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
-            # One handle a receiver: each counts its own use of the memory.
+            # One handle for each receiver: torch counts the uses of the memory by handle.
             receivers = range(1, ranks.local_world_size)
             return [{gpu: reduce_tensor(buffer)[1] for gpu, buffer in buffers.items()} for _ in receivers]
 
@@ -59,7 +61,7 @@ class GpuCopy:
         return GpuCopy(buffers, ranks)
 
     def buffer(self, gpu: int) -> Tensor:
-        """A GPU's run: uint8, shared."""
+        """A GPU's buffer: uint8, 1-D, shared."""
         return self._buffers[gpu]
 
     @property
@@ -68,12 +70,12 @@ class GpuCopy:
         return {gpu: buffer.nbytes for gpu, buffer in self._buffers.items()}
 
     def wait(self) -> None:
-        """Waits, on the host, until the GPUs have done what this process asked of these buffers."""
+        """Waits, on the host, until this process's work on these GPUs is done."""
         for gpu in self._buffers:
             torch.cuda.synchronize(gpu)
 
     def close(self) -> None:
-        """Lets go of the memory; nothing may refer to it any more. Communicates: the owner must outlive the users."""
+        """Frees the memory; no tensor may refer to it any more. Communicates: the owner frees it last."""
         self.wait()
         if not self._ranks.is_local_main:
             self._buffers.clear()

@@ -1,8 +1,8 @@
 """One copy of weights in host memory for all ranks of a node.
 
-The memory is an anonymous file (memfd): it has no name, so nothing can outlive the processes that map it, however they
-die; and it is not bounded by /dev/shm, of which a container gets 64 MiB by default. Where a rank cannot open another
-one's descriptor, a named file takes its place for as long as the ranks need to map it.
+The memory is an anonymous file (memfd): it has no name, so it is freed with the processes that map it, however they
+end; and it is not bounded by /dev/shm, of which a container gets 64 MiB by default. Where a rank cannot open another
+one's descriptor, a named file is used instead, and unlinked as soon as all ranks have opened it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import final
 
 import psutil
 import torch
@@ -30,38 +31,39 @@ SHM = Path("/dev/shm")
 PAGE_BYTES = mmap.PAGESIZE
 
 
+@final
 class HostCopy:
-    """A shared run of bytes in pieces, mapped by every rank of the node. Filled by its first rank."""
+    """Shared memory in pieces, mapped by every rank of the node; its first rank writes the weights into it."""
 
     def __init__(self, memory: mmap.mmap, sizes: Sequence[int], num_bytes: int) -> None:
         """Use `make`."""
         self.num_bytes = num_bytes
         self._buffer: Tensor | None = torch.frombuffer(memory, dtype=torch.uint8)
-        self._offsets = [sum(sizes[:number]) for number in range(len(sizes))]
+        self._offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self._sizes, self._is_page_locked = sizes, False
 
     @staticmethod
     def make(sizes: Sequence[int], ranks: Ranks, open_shared: Callable[..., int] | None = None) -> HostCopy:
-        """Makes and maps pieces of these sizes (multiples of ALIGNMENT), not filled. Communicates.
+        """Makes and maps pieces of these sizes (multiples of ALIGNMENT), without initialising them. Communicates.
 
         Raises UserError when the host has too little memory for them, on every rank of the node.
         """
         assert all(size % ALIGNMENT == 0 for size in sizes)
-        # A mapping has at least one byte, and whole pages are what can be page-locked.
+        # A mapping cannot be empty, and only whole pages can be page-locked.
         num_bytes = max(-(-sum(sizes) // PAGE_BYTES), 1) * PAGE_BYTES
-        ranks.broadcast_from_local_main(lambda: _check_room(num_bytes))
+        ranks.broadcast_from_local_main(lambda: _check_free_memory(num_bytes))
         descriptor = (open_shared or _open_shared)(num_bytes, ranks)
         memory = mmap.mmap(descriptor, num_bytes)
         os.close(descriptor)
         return HostCopy(memory, sizes, num_bytes)
 
-    def piece(self, number: int) -> Tensor:
-        """One piece: uint8, shared."""
+    def piece(self, index: int) -> Tensor:
+        """One piece: uint8, 1-D, shared."""
         assert self._buffer is not None
-        return self._buffer[self._offsets[number] : self._offsets[number] + self._sizes[number]]
+        return self._buffer[self._offsets[index] : self._offsets[index] + self._sizes[index]]
 
     def page_lock(self) -> None:
-        """Lets this process's GPU copy from here at the bus's speed; every process locks for itself.
+        """Page-locks it for this process, whose GPU then copies from it at the bus's full speed.
 
         Raises UserError when the driver refuses.
         """
@@ -75,18 +77,18 @@ class HostCopy:
         self._is_page_locked = True
 
     def close(self) -> None:
-        """Unlocks and lets go; the memory is free when the last rank has done so."""
+        """Unlocks and unmaps it; the memory is freed when the last rank has done so."""
         if self._is_page_locked and self._buffer is not None:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
             self._is_page_locked = False
         self._buffer = None
 
     def __del__(self) -> None:
-        # After an error nobody closes it, and memory that is unmapped while it is page-locked confuses the driver.
+        # After an error nobody calls `close`, and memory must not be unmapped while the driver holds it page-locked.
         self.close()
 
 
-def _check_room(num_bytes: int) -> None:
+def _check_free_memory(num_bytes: int) -> None:
     free = free_host_bytes()
     if num_bytes > free:
         raise UserError(
@@ -118,11 +120,11 @@ def _open_shared(num_bytes: int, ranks: Ranks) -> int:
 
 
 def open_named(num_bytes: int, ranks: Ranks, folders: Sequence[Path] | None = None) -> int:
-    """As `_open_shared`, through a file that loses its name as soon as all ranks have it open."""
+    """As `_open_shared`, through a file that is unlinked as soon as all ranks have opened it."""
 
     def create() -> str:
-        file = _folder_with_room(num_bytes, folders or (SHM, Path(tempfile.gettempdir())))
-        path = file / f"{NAME}-{os.getpid()}-{uuid.uuid4().hex}"
+        folder = _folder_with_space(num_bytes, folders or (SHM, Path(tempfile.gettempdir())))
+        path = folder / f"{NAME}-{os.getpid()}-{uuid.uuid4().hex}"
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         os.ftruncate(descriptor, num_bytes)
         os.close(descriptor)
@@ -138,7 +140,7 @@ def open_named(num_bytes: int, ranks: Ranks, folders: Sequence[Path] | None = No
     return descriptor
 
 
-def _folder_with_room(num_bytes: int, folders: Sequence[Path]) -> Path:
+def _folder_with_space(num_bytes: int, folders: Sequence[Path]) -> Path:
     for folder in folders:
         _remove_stale(folder)
     for folder in folders:
@@ -152,7 +154,7 @@ def _folder_with_room(num_bytes: int, folders: Sequence[Path]) -> Path:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes files whose maker was killed between making and unlinking them."""
+    """Removes files whose process was killed between creating and unlinking them."""
     for file in folder.glob(f"{NAME}-*-*"):
         pid = file.name.removeprefix(f"{NAME}-").partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):

@@ -6,24 +6,26 @@ Importing this module imports bitsandbytes.
 from __future__ import annotations
 
 import logging
+from typing import final
 
 import bitsandbytes
 import torch
 from torch import Tensor, nn
 
 OUTLIER_THRESHOLD = 6.0
-"""Columns of activations with larger values are computed in their own dtype: the default of diffusers."""
+"""Columns of activations with larger values are computed in their own dtype. diffusers' default."""
 
-# It says at every call that it computes in int8, as asked.
+# It warns at every call that it computes in int8.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
+@final
 class Int8Linear(nn.Module):
     """Computes what `bitsandbytes.nn.Linear8bitLt` does.
 
-    All that it needs is in its `weight` [out, in] int8, `weight_scales` [out] float32 and `bias` [out], so that these
-    can lie in memory that ranks share, and come and go; bitsandbytes' own layer keeps them beside its parameters too.
-    Made without weights, on the meta device. Outputs have the activations' dtype: float32, bfloat16 or float16.
+    All its state is in `weight` [out, in] int8, `weight_scales` [out] float32 and `bias` [out], so that these can be
+    views of shared memory and be replaced; bitsandbytes' own layer keeps copies beside its parameters. Constructed on
+    the meta device. Outputs have the activations' dtype: float32, bfloat16 or float16.
     """
 
     def __init__(self, weight: nn.Parameter, weight_scales: Tensor, bias: nn.Parameter | None) -> None:
@@ -41,6 +43,6 @@ class Int8Linear(nn.Module):
 
 
 def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """(int8 [out, in], scales [out] float32) of a weight [out, in] in any dtype, where it lies."""
+    """(int8 [out, in], scales [out] float32) of a weight [out, in] in any dtype, on its device."""
     quantized, scales, _ = bitsandbytes.functional.int8_vectorwise_quant(weight.to(torch.float16))
     return quantized, scales

@@ -1,13 +1,14 @@
-"""How a module's weights lie in flat buffers: one run of bytes for each block, and one for everything else.
+"""The layout of a module's weights in flat buffers: one unit for each block, and one for everything else.
 
-A flat block moves in one copy, and every placement that moves, shares or reads weights speaks of the same runs.
+A unit is copied at once. All placements that copy, share or read weights use the same units.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +17,18 @@ from distiller.errors import UserError
 from distiller.storage.weight_files import WeightFiles
 
 ALIGNMENT = 256
-"""Of every tensor in a buffer, in bytes: what CUDA's own allocator gives."""
+"""Of every tensor in a buffer, in bytes: that of CUDA's own allocator."""
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 REST = ""
-"""The unit of all that belongs to no block."""
+"""Name of the unit of all tensors that belong to no block."""
 
 
+@final
 @dataclass(frozen=True)
 class Entry:
-    """One tensor: all names that it has in the module (more than one when tied), and where it lies in its unit."""
+    """One tensor: all names that it has in the module (several when tied), and its offset in its unit, in bytes."""
 
     names: tuple[str, ...]
     dtype: torch.dtype
@@ -40,13 +42,14 @@ class Entry:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
-        """The tensor inside the unit's buffer (uint8, one axis)."""
+        """The tensor inside the unit's buffer (uint8, 1-D)."""
         return buffer[self.offset : self.offset + self.num_bytes].view(self.dtype).view(self.shape)
 
 
+@final
 @dataclass(frozen=True)
 class Unit:
-    """A block, or the rest: what is placed and moved as a whole. `num_bytes` is a multiple of ALIGNMENT."""
+    """A block, or the rest: copied as a whole. `num_bytes` is a multiple of ALIGNMENT."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -57,7 +60,7 @@ def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
     """The module's parameters and saved buffers, unit by unit: the rest first, then the blocks in their order.
 
     A tensor that several units share (tied weights) belongs to the rest. Buffers that are not saved belong to none:
-    the module makes them itself.
+    the module computes them itself.
     """
     names_of: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -85,7 +88,7 @@ def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
 def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
     """Raises UserError unless the files hold every tensor in its shape, in floating point, and nothing else.
 
-    What a module does not know would be scales of quantised weights, say, without which the others mean nothing.
+    An unknown tensor may be the scales of quantised weights, which are wrong values without them.
     """
     known = {name for unit in units for entry in unit.entries for name in entry.names}
     if unknown := sorted(set(files.tensors) - known):
@@ -118,12 +121,13 @@ def read_unit(unit: Unit, files: WeightFiles, buffer: Tensor) -> None:
         files.read(name, entry.view(buffer))
 
 
+@final
 class Binding:
-    """A unit's places in its module, ready to be pointed at a buffer and away from it again."""
+    """The parameters and buffers of a unit, to be set in its module as views of one buffer."""
 
     def __init__(self, module: nn.Module, unit: Unit, buffer: Tensor | None = None) -> None:
-        """Prepares views into `buffer` (uint8, any device); None: what the module holds now (meta)."""
-        self._places: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        """Prepares views into `buffer` (uint8, any device); None: the tensors that the module has now (meta)."""
+        self._targets: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         for entry in unit.entries:
             if buffer is None:
                 value = _get(module, entry.names[0])
@@ -134,21 +138,21 @@ class Binding:
                 owner, _, attribute = name.rpartition(".")
                 holder = module.get_submodule(owner)
                 table = holder._parameters if entry.is_parameter else holder._buffers
-                self._places.append((table, attribute, value))
+                self._targets.append((table, attribute, value))
 
     def bind(self) -> None:
-        """Lets the module use these tensors."""
-        for table, attribute, value in self._places:
+        """Sets these tensors in the module."""
+        for table, attribute, value in self._targets:
             table[attribute] = value
 
 
 def bind(module: nn.Module, unit: Unit, buffer: Tensor) -> None:
-    """Points the module's tensors of this unit at their places in a buffer (uint8, any device)."""
+    """Sets the module's tensors of this unit to views of a buffer (uint8, any device)."""
     Binding(module, unit, buffer).bind()
 
 
 def move_own_buffers(module: nn.Module, device: torch.device) -> None:
-    """Moves the buffers that are not saved, which the skeleton made itself, to the device."""
+    """Moves the buffers that are not saved, which the skeleton computed itself, to the device."""
     saved = set(module.state_dict(keep_vars=True))
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():
@@ -162,7 +166,7 @@ def own_buffer_bytes(module: nn.Module) -> int:
     return sum(buffer.nbytes for name, buffer in module.named_buffers() if name not in saved)
 
 
-def _all_tensors(module: nn.Module):
+def _all_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     yield from module.named_buffers(remove_duplicate=False)
 

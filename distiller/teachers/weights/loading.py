@@ -1,9 +1,10 @@
-"""Getting weights from files to where a placement wants them: one reader, one unit at a time."""
+"""Loads weights from files to the devices of a placement: one reader, one unit at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -15,11 +16,12 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.streaming.copiers import FileReader
 from distiller.teachers.weights.layout import Unit, bind, check_files, lay_out, move_own_buffers, read_unit
 
-FILL_THREADS = 4
+NUM_READ_THREADS = 4
 
 
+@final
 @dataclass
-class Plan:
+class ModulePlan:
     """One module without weights, its units, and on the ranks that read them, its files."""
 
     name: str
@@ -28,21 +30,21 @@ class Plan:
     files: WeightFiles | None
 
     def close_files(self) -> None:
-        """Nothing more will be read."""
+        """Closes the files, if this rank has them open."""
         if self.files is not None:
             self.files.close()
             self.files = None
 
 
-def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[Plan]:
-    """Every module's skeleton and layout, and the files checked against them where they will be read.
+def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[ModulePlan]:
+    """Every module's skeleton and layout, and on readers the opened files, checked against the layout.
 
-    A fault that one reader finds is raised on all ranks. Communicates. Raises UserError.
+    Communicates. Raises UserError, on all ranks, for a fault that one reader finds.
     """
-    plans = []
+    plans: list[ModulePlan] = []
     for name in network.module_names:
         module = network.skeleton(name, dtype or setup.dtype)
-        plans.append(Plan(name, module, lay_out(module, network.block_names(name)), None))
+        plans.append(ModulePlan(name, module, lay_out(module, network.block_names(name)), None))
 
     def open_files() -> None:
         for plan in plans if is_reader else ():
@@ -53,8 +55,8 @@ def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.d
     return plans
 
 
-def load_on_all_ranks(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
-    """Puts units on every rank's device: rank 0 reads, the others receive. Returns their bytes. Communicates.
+def load_on_all_ranks(plan: ModulePlan, units: Iterable[Unit], ranks: Ranks) -> int:
+    """Loads units on every rank's device: rank 0 reads, the others receive. Returns their bytes. Communicates.
 
     The host holds one unit at a time, and only on rank 0.
     """
@@ -71,28 +73,28 @@ def load_on_all_ranks(plan: Plan, units: Iterable[Unit], ranks: Ranks) -> int:
     return sum(unit.num_bytes for unit in units)
 
 
-def fill(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Tensor]) -> None:
-    """Reads units from files into their places (uint8, on the CPU or on GPUs), by several threads at once.
+def load_units(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Tensor]) -> None:
+    """Reads units from files into memory (uint8, on the CPU or on GPUs), by several threads at once.
 
-    What lies on a GPU goes through page-locked staging memory. Raises RunError when the files cannot be read.
+    To a GPU they go through page-locked staging memory. Raises RunError when the files cannot be read.
     """
-    reader, units = FileReader(sources, FILL_THREADS), [unit for unit, _ in sources]
-    on_gpu = [number for number, target in enumerate(targets) if target.device.type != "cpu"]
-    staging = staging_buffer([units[number] for number in on_gpu], targets[on_gpu[0]].device) if on_gpu else None
-    for number, target in enumerate(targets):
+    reader, units = FileReader(sources, NUM_READ_THREADS), [unit for unit, _ in sources]
+    on_gpu = [i for i, target in enumerate(targets) if target.device.type != "cpu"]
+    staging = staging_buffer([units[i] for i in on_gpu], targets[on_gpu[0]].device) if on_gpu else None
+    for i, target in enumerate(targets):
         if target.device.type == "cpu":
-            reader.fill(number, target)
+            reader.read(i, target)
         else:
             assert staging is not None
-            reader.fill(number, staging)
-            target.copy_(staging[: units[number].num_bytes])
+            reader.read(i, staging)
+            target.copy_(staging[: units[i].num_bytes])
     reader.close()
 
 
 def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
-    """Rank 0's bytes, on every rank's device. Communicates."""
+    """Broadcasts rank 0's bytes into `buffer`, which is on every rank's device. Communicates."""
     if ranks.world_size > 1 and buffer.numel():
-        # A collective's clock runs from when it is queued, and reading from a slow disk may outlast it.
+        # A collective's timeout counts from when it is queued, and reading from a slow disk may take longer.
         ranks.barrier()
         dist.broadcast(buffer, 0)
 
@@ -108,7 +110,7 @@ def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tens
 
 
 def staging_buffer(units: Sequence[Unit], device: torch.device) -> Tensor | None:
-    """Page-locked memory for the largest of these units; None where nothing has to be staged."""
+    """Page-locked memory for the largest of these units; None for the CPU or without units."""
     if device.type == "cpu" or not units:
         return None
     return torch.empty(max(unit.num_bytes for unit in units), dtype=torch.uint8, pin_memory=True)

@@ -1,9 +1,9 @@
-"""`teacher.quantization: int8`: the same units, read as int8. Placements that hold weights need not know."""
+"""`teacher.quantization: int8`: linear layers become int8, and their weights are quantised while they are read."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import cast
+from typing import cast, final
 
 import torch
 from torch import Tensor, nn
@@ -11,27 +11,27 @@ from torch import Tensor, nn
 from distiller.storage.weight_files import StoredTensor, WeightFiles
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.weights.layout import lay_out
-from distiller.teachers.weights.loading import Plan, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
 
-def plan_held(network: Network, setup: Setup, is_reader: bool) -> list[Plan]:
-    """As `plan_modules`, with what is held in int8 where the recipe says so. Communicates. Raises UserError.
+def plan_quantized_modules(network: Network, setup: Setup, is_reader: bool) -> list[ModulePlan]:
+    """As `plan_modules`, with linear layers in int8 where the recipe says so. Communicates. Raises UserError.
 
-    A weight is quantised while it is read, on the reader's device; the host holds no more than one of them before.
-    Converted are those that diffusers would: linear layers, except where the library keeps float32.
+    A weight is quantised while it is read, on the reader's device; the host holds one unquantised weight at a time.
+    Converted are the layers that diffusers would: linear ones, except where the library keeps float32.
     """
     if setup.options.quantization == "none":
         return plan_modules(network, setup, is_reader)
     plans = plan_modules(network, setup, is_reader)
     for plan in plans:
-        # What is in 16 bits beside float32 islands is what may be converted, whatever the teacher's dtype is.
+        # Which parameters the library keeps in float32 shows in a 16-bit skeleton, whatever the teacher's dtype is.
         narrow = network.skeleton(plan.name, torch.bfloat16)
         parameters = narrow.named_parameters(remove_duplicate=False)
         islands = {name for name, parameter in parameters if parameter.dtype == torch.float32}
         converted = convert_linears(plan.module, islands)
         plan.units = lay_out(plan.module, network.block_names(plan.name))
         if plan.files is not None:
-            # It is read like the files themselves.
+            # Has the part of WeightFiles that reading needs.
             plan.files = cast(WeightFiles, Int8Files(plan.files, converted, setup.dtype, setup.ranks.device))
     return plans
 
@@ -68,8 +68,9 @@ def convert_linears(module: nn.Module, islands: Collection[str]) -> set[str]:
     return converted
 
 
+@final
 class Int8Files:
-    """Weight files as they would be if they had been quantised: the same `tensors`, `read` and `close`.
+    """Weight files as if they stored int8 weights: the same `tensors`, `read` and `close` as WeightFiles.
 
     Safe to use from several threads.
     """
@@ -79,7 +80,7 @@ class Int8Files:
     ) -> None:
         """`converted` weights are read as `dtype` and quantised on `device`."""
         self._files, self._converted, self._dtype, self._device = files, converted, dtype, device
-        # Scales are wanted soon after their weight: they wait here.
+        # Scales are read soon after their weight, so they are kept until then.
         self._scales: dict[str, Tensor] = {}
         self.tensors: dict[str, StoredTensor] = dict(files.tensors)
         self.tensors |= {_scales_of(name): files.tensors[name] for name in converted if name in files.tensors}
