@@ -33,7 +33,7 @@ from distiller.launch.accelerator import open_world, resolve_accumulation
 from distiller.launch.checks import check_nvme_room
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.launch.fsdp import wrapped_classes
-from distiller.run_folder.inputs import remember
+from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
     check_output_dir,
     check_shared,
@@ -142,14 +142,14 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
     )
-    finished = ranks.from_main(lambda: check_output_dir(recipe, resume, last_step))
+    finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
     notices = () if finished else (*world.notices, *ranks.all_succeed(lambda: notices_of(task)))
     cached = None
     if is_cached and not finished:
-        cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
+        cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
         check_same_cache(Path(recipe.teacher.cache or ""), ranks)
-    claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
+    claim = setup.ranks.broadcast_from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         accelerator.end_training()
         return Finished(last_step)
@@ -159,7 +159,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     check_shared(run_dir, ranks)
     is_missing = ranks.all_succeed(lambda: missing_stage(task, dtype) is not None)
     check_shared_stages(recipe, is_missing, ranks)
-    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+    if (missing := ranks.broadcast_from_main(lambda: missing_durability(run_dir))) is not None:
         accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
@@ -173,7 +173,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
             setup = resolve_placement(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
-    setup.ranks.wait()
+    setup.ranks.barrier()
     data: Dataset[Any] = task.load_data(ranks, teacher)
     collation: Callable[..., MicroBatch] = LiveCollation(task)
     if cached is not None:
@@ -193,17 +193,17 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     trained = task.build_student()
     student_parameters = trained.num_model_parameters()
     # Not before: a hub's weights are there by now.
-    ranks.from_main(lambda: remember(recipe, run_dir))
+    ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
-    setup.ranks.wait()
+    setup.ranks.barrier()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
     state = open_state(world.engine, accelerator, student, optimizer)
     average = None if decay is None else MovingAverage(state, decay)
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    ranks.from_main(checkpoints.remove_stale)
+    ranks.broadcast_from_main(checkpoints.remove_stale)
     skipped_steps = checkpoints.load(done) if done else 0
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()

@@ -54,6 +54,6 @@ def fill_cache(
     ranks = Ranks.join(device)
     layout = Layout(num_samples=16, draws=1, per_shard=8, seed=0)
     filling = CacheWriter(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
-    ranks.wait()
+    ranks.barrier()
     filling.fill(layout, filling.missing(layout))
     return layout

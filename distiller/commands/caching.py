@@ -32,7 +32,7 @@ from distiller.launch.deepspeed import is_deepspeed_launch
 from distiller.launch.fsdp import wrapped_classes
 from distiller.run_folder.output_dir import check_shared, check_shared_stages
 from distiller.storage.durable_writes import missing_durability
-from distiller.storage.folder_lock import hold
+from distiller.storage.folder_lock import lock_folder
 from distiller.storage.stage_folders import CACHED_STAGES
 from distiller.tasks.interfaces import Cacheable, Staged, format_notice, missing_stage, notices_of
 from distiller.teachers import PLACEMENTS
@@ -81,17 +81,17 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
         task.prepare_stages(ranks, dtype)
     key: dict[str, Any] = {}
     if not compare:
-        key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
+        key = ranks.broadcast_from_main(lambda: _claimed_key(folder, recipe, task, dtype))
         check_shared(folder, ranks, "teacher.cache")
-        if (missing := ranks.from_main(lambda: missing_durability(folder))) is not None:
+        if (missing := ranks.broadcast_from_main(lambda: missing_durability(folder))) is not None:
             accelerator.print(f"note: {missing}")
-        if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
-            ranks.from_main(lambda: _keep_stages(folder, task, dtype))
+        if not repair and ranks.broadcast_from_main(lambda: _is_complete(folder, key, task, draws)):
+            ranks.broadcast_from_main(lambda: _keep_stages(folder, task, dtype))
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
             accelerator.end_training()
             return
     teacher = PLACEMENTS[setup.options.placement](task.network, setup)
-    ranks.wait()
+    ranks.barrier()
     data = task.load_data(ranks, teacher)
     if compare:
         _compare(task, teacher, data, recipe, ranks)
@@ -104,7 +104,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)
     per_shard = evenly(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)
     wanted = Layout(task.num_samples, draws, per_shard, recipe.seed)
-    layout = ranks.from_main(lambda: plan_layout(folder, key, wanted, measured.names))
+    layout = ranks.broadcast_from_main(lambda: plan_layout(folder, key, wanted, measured.names))
     if repair:
         mine = range(ranks.rank, layout.num_shards, ranks.world_size)
         for names in ranks.gather(ranks.all_succeed(lambda: remove_damaged(folder, layout, mine, measured.names))):
@@ -113,14 +113,14 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     missing = filling.missing(layout)
     accelerator.print(_described(task, layout, measured, len(missing)))
     still = sum(layout.size_of(shard) for shard in missing) * measured.bytes_per_sample
-    ranks.from_main(lambda: check_room(folder, still))
-    ranks.from_main(lambda: _keep_stages(folder, task, dtype))
+    ranks.broadcast_from_main(lambda: check_room(folder, still))
+    ranks.broadcast_from_main(lambda: _keep_stages(folder, task, dtype))
     filling.fill(layout, missing)
     if ranks.is_main:
         seconds = time.perf_counter() - started
         _finish(folder, key, task, layout, measured, recipe, world, setup.options.placement, seconds)
     teacher.close()
-    ranks.wait()
+    ranks.barrier()
     accelerator.end_training()
 
 
@@ -137,7 +137,7 @@ def _compare(task: Cacheable[Any, Any], teacher: Teacher, data: Dataset[Any], re
     if ranks.is_main:
         figures = task.compare_forms(batches, outputs)
         print(f"over {num_counted:,} counted tokens of the recipe's own data, beside the live teacher:\n{figures}")
-    ranks.wait()
+    ranks.barrier()
 
 
 def _with_live_teacher(recipe: Recipe) -> tuple[Recipe, bool]:
@@ -151,7 +151,7 @@ def _claimed_key(folder: Path, recipe: Recipe, task: Cacheable[Any, Any], dtype:
     key = content_key(recipe, task, dtype)
     claim(folder, key)
     try:
-        hold(folder, "teacher.cache")
+        lock_folder(folder, "teacher.cache")
     except OSError as error:
         raise UserError(f"teacher.cache: {folder} cannot be written ({error.strerror}); give another folder") from error
     remove_partial(folder)

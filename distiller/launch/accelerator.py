@@ -22,7 +22,7 @@ from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.distributed.devices import has_bfloat16, set_tf32
 from distiller.distributed.process import world_size
-from distiller.distributed.rendezvous import choose_interface, meet
+from distiller.distributed.rendezvous import choose_interface, exchange_settings
 from distiller.errors import UserError
 from distiller.launch.checks import check_gpus, check_launcher, check_precision, check_request
 from distiller.launch.compile import check_compile, dynamo_plugin
@@ -80,7 +80,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     choose_interface()
-    meet(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
+    exchange_settings(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,

@@ -16,7 +16,7 @@ from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_s
 
 PRECISIONS = ("no", "bf16", "fp16")
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
-JSONS_OWN = (
+KEYS_OF_DEEPSPEED_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
     "mixed_precision",
@@ -134,7 +134,7 @@ def _check_deepspeed_request(request: LaunchRequest) -> None:
     if options.get("deepspeed_moe_layer_cls_names"):
         raise UserError(f"{origin}: deepspeed_moe_layer_cls_names: students here have no experts; remove it")
     if "deepspeed_config_file" in options:
-        beside = sorted(request.file_keys & set(JSONS_OWN))
+        beside = sorted(request.file_keys & set(KEYS_OF_DEEPSPEED_JSON))
         if beside:
             raise UserError(
                 f"{origin}: {', '.join(beside)} beside deepspeed_config_file is refused by Accelerate; remove it from "
