@@ -27,7 +27,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.stage_folders import CACHED_STAGES
-from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch
 from distiller.teachers.base import Outputs, Teacher
 
@@ -71,7 +71,7 @@ class CacheWriter:
     def __init__(
         self,
         folder: Path,
-        task: Task[Any, Any],
+        task: Cacheable[Any, Any],
         teacher: Teacher,
         data: Dataset[Any],
         batching: Batching,

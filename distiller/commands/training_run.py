@@ -25,6 +25,7 @@ from distiller.launch.deepspeed import is_deepspeed_launch
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.folder_lock import remove_lock_file
+from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import Outcome, Run
 from distiller.training.loop import train as run_loop
 from distiller.training.tracking import GIB, last_metrics
@@ -64,7 +65,8 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
         raise
     finally:
         run.tracker.close_bar()
-    run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
+    if isinstance(run.task, Samplable):
+        run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome)
     _leave(run)

@@ -45,7 +45,8 @@ from distiller.language.text import documents_of, open_corpus
 from distiller.language.trained import LanguageStudent, LessonSums, LossInputs
 from distiller.language.vocabulary import check_same_tokens, other_reading, vocabulary_notices
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -55,7 +56,7 @@ PROMPT_TOKENS = 24
 
 
 @final
-class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
+class CausalLMTask(Cacheable[CountedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
 
     sample_suffixes = (".txt",)
@@ -105,6 +106,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
+    def with_defaults(self, recipe: LanguageRecipe) -> LanguageRecipe:
+        return recipe
+
     def notices(self) -> list[str]:
         sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
         found = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
@@ -118,16 +122,23 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return [*found, *self._source.notices()]
 
+    def check_samples(self) -> None:
+        return None
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
         self._source.prepare(ranks)
         return False
 
+    def missing_stage(self, dtype: torch.dtype) -> None:
+        # Wherever they are made, tokens are the same.
+        del dtype
+
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
         del dtype
         return [self._source.stage]
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:
             self._head = self.network.load_head(self._dtype, ranks.device)
         return self._source.load()
@@ -193,14 +204,14 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return self._form.describe()
 
     def store(self, batch: CountedBatch, outputs: Outputs) -> list[Outputs]:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         return self._form.store(batch, outputs, self._head)
 
     def restore(self, batch: CountedBatch, samples: Sequence[Outputs]) -> Outputs:
         return self._form.restore(batch, samples, self._feature_names)
 
     def compare_forms(self, batches: Sequence[CountedBatch], outputs: Sequence[Outputs]) -> str:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         objective, forms = replace(self._objective, weight=1.0), {}
         kinds = ["hidden", "topk", "sampled"] + ["topk+sampled"] * self._recipe.cache.fits_both
         for kind in kinds:
@@ -227,7 +238,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         del dtype
         rows = batch.batch
         if teacher_outputs is None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
             target: Target = HiddenTarget.of(self._head.weight.new_zeros(shape), self._head)
@@ -260,7 +271,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         # Every rank asks the teacher, since some placements communicate; rank 0 runs the student.
         texts = {}
         if teacher is not None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             texts["teacher"] = self._continue(Reader(teachers_hidden(teacher), self._head), beginnings)
         if accelerator.is_main_process:
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), beginnings)

@@ -69,7 +69,7 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0
-    """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
+    """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
 
     @property
     def live_teacher(self) -> Teacher | None:

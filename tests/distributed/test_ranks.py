@@ -57,7 +57,7 @@ def roll_out(recipe: dict) -> bool:
     ranks = Ranks.join(world.accelerator.device)
     needed = task.prepare_stages(ranks, torch.float32)
     teacher = open_teacher(task.network, setup())
-    data = task.run_stages(ranks, teacher)
+    data = task.load_data(ranks, teacher)
     assert len(data) == 27
     return needed
 
