@@ -1,10 +1,12 @@
-"""Importing large libraries. Importing this module does not import torch."""
+"""Importing what is needed when it is needed. Importing this module does not import torch."""
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
 
 
 @contextmanager
@@ -21,3 +23,10 @@ def collections_paused() -> Iterator[None]:
     finally:
         if was_on:
             gc.enable()
+
+
+def import_object(name: str) -> Any:
+    """What `module:attribute` names, such as a class of a registry. Imports the module."""
+    module, _, attribute = name.partition(":")
+    with collections_paused():
+        return getattr(import_module(module), attribute)
