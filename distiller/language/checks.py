@@ -8,8 +8,8 @@ from typing import Any
 from distiller.config.causal_lm import DivergenceLoss, LanguageData, LanguageLosses
 from distiller.config.recipe import FeatureLoss
 from distiller.errors import UserError
-from distiller.language.batch import padded_length
-from distiller.language.divergences import (
+from distiller.language.data.batch import padded_length
+from distiller.language.loss.divergences import (
     Divergence,
     ForwardKL,
     JensenShannon,
@@ -17,8 +17,8 @@ from distiller.language.divergences import (
     SkewedKL,
     SkewedReverseKL,
 )
-from distiller.language.model_spec import ModelSpec
-from distiller.language.objective import Objective
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.spec import ModelSpec
 
 
 def objective_of(losses: LanguageLosses) -> Objective:

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from distiller.language import divergences
-from distiller.language.batch import IGNORED, collate
-from distiller.language.batching import batches_by_length
-from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
-from distiller.language.continuing import HiddenOf
-from distiller.language.logits import Head
-from distiller.language.objective import Objective
-from distiller.language.rows import TextData
+from distiller.language.data.batch import IGNORED, collate
+from distiller.language.data.length_grouping import batches_by_length
+from distiller.language.data.packing import TextData
+from distiller.language.generation import HiddenOf
+from distiller.language.loss import divergences
+from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import Head
 
 
 @final

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distiller.errors import UserError
-from distiller.language import divergences
-from distiller.language.divergences import (
+from distiller.language.loss import divergences
+from distiller.language.loss.divergences import (
     DIVERGENCES,
     ForwardKL,
     JensenShannon,

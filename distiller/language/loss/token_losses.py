@@ -13,9 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.errors import UserError, shown
-from distiller.language import divergences
-from distiller.language.divergences import Divergence, ForwardKL, SparseTarget
-from distiller.language.logits import PLAIN, LogitChange, without_absent
+from distiller.language.loss import divergences
+from distiller.language.loss.divergences import Divergence, ForwardKL, SparseTarget
+from distiller.language.model.logits import PLAIN, LogitChange, without_absent
 
 
 @final

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language import divergences
-from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.cache.forms import StoredForm, target_of
 from distiller.language.counted import CountedBatch
-from distiller.language.divergences import SparseTarget
-from distiller.language.logits import Head
-from distiller.language.objective import Objective
-from distiller.language.stored import StoredForm, target_of
-from distiller.language.trained import LanguageStudent, LossInputs
+from distiller.language.loss import divergences
+from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.loss.divergences import SparseTarget
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import Head
+from distiller.language.student_module import LanguageStudent, LossInputs
 from distiller.teachers.base import Outputs
 
 
