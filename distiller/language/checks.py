@@ -5,18 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distiller.config.causal_lm import DivergenceLoss, LanguageData, LanguageLosses
+from distiller.config.causal_lm import LanguageData, LanguageLosses
 from distiller.config.recipe import FeatureLoss
 from distiller.errors import UserError
 from distiller.language.data.batch import padded_length
-from distiller.language.loss.divergences import (
-    Divergence,
-    ForwardKL,
-    JensenShannon,
-    ReverseKL,
-    SkewedKL,
-    SkewedReverseKL,
-)
+from distiller.language.loss.divergences import divergence_of
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.spec import ModelSpec
 
@@ -24,17 +17,6 @@ from distiller.language.model.spec import ModelSpec
 def objective_of(losses: LanguageLosses) -> Objective:
     """What is summed over tokens, but for the features."""
     return Objective(divergence_of(losses.divergence), losses.divergence.temperature, losses.alpha)
-
-
-def divergence_of(loss: DivergenceLoss) -> Divergence:
-    """The divergence that a recipe names."""
-    if loss.kind == "jsd":
-        return JensenShannon(loss.beta)
-    if loss.kind == "skewed_kl":
-        return SkewedKL(loss.skew)
-    if loss.kind == "skewed_reverse_kl":
-        return SkewedReverseKL(loss.skew)
-    return ForwardKL() if loss.kind == "forward_kl" else ReverseKL()
 
 
 def check_feature_blocks(features: FeatureLoss, teacher: ModelSpec, student: ModelSpec) -> None:

@@ -35,7 +35,6 @@ from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
 from distiller.language.generation import continue_greedily, teachers_hidden, write_texts
 from distiller.language.loss.chunked_loss import HiddenTarget, Target
-from distiller.language.loss.divergences import ForwardKL
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.behaviour_probe import check_behaviour
 from distiller.language.model.files import LanguageFiles, find_model
@@ -207,7 +206,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             form = self._stored_form(kind)
             settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
             forms[" ".join([kind, *settings])] = form
-        if not isinstance(objective.divergence, ForwardKL):
+        if not objective.divergence.can_be_sampled:
             forms = {name: form for name, form in forms.items() if "sampled" not in name}
         student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
         return table(compare_forms(forms, student, self._head, objective, batches, outputs))

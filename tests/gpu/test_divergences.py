@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from distiller.language.loss.chunked_loss import HiddenTarget, LogitsTarget, Target, TokenSums, chunked_loss
+from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.divergences import (
     Divergence,
     ForwardKL,
@@ -16,7 +17,6 @@ from distiller.language.loss.divergences import (
     ReverseKL,
     SkewedKL,
     SkewedReverseKL,
-    SparseTarget,
 )
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import LogitChange, TokenIds

@@ -14,7 +14,7 @@ from distiller.data import rng
 from distiller.language.cache.sparse_records import Records, SparseForm
 from distiller.language.counted import CountedBatch
 from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
-from distiller.language.loss.divergences import SparseTarget
+from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.model.logits import Head
 from distiller.language.network import FEATURES, HIDDEN
 from distiller.teachers.base import Outputs

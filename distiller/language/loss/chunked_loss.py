@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distiller.language.loss.divergences import SparseTarget
+from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.token_losses import Objective, compiled_token_losses, token_losses
 from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds, product_width
 
