@@ -46,9 +46,9 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     ),
     "language": (
         (
-            *("distiller/language/[b-e]*.py", "distiller/language/objective.py", "distiller/language/rows.py"),
-            *("distiller/language/s*.py", "distiller/language/t*.py", "distiller/language/vocabulary.py"),
-            *("distiller/language/network.py", "distiller/language/logit*.py", "distiller/language/task.py"),
+            *("distiller/language/[e-t]*.py", "distiller/language/data/*.py", "distiller/language/loss/*.py"),
+            *("distiller/language/cache/*.py", "distiller/language/model/logits.py"),
+            "distiller/language/model/vocabulary.py",
         ),
         ("divergences", "chunked_divergence", "sparse_forms", "reference_language*", "language_data_*", "unused_ids"),
     ),

@@ -16,10 +16,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distiller.config.causal_lm import LanguageStudent
 from distiller.errors import UserError
-from distiller.language.files import LanguageFiles, find_model, read_config
-from distiller.language.layers import keep_layers
-from distiller.language.logits import TokenIds
-from distiller.language.model_spec import ModelSpec, new_model
+from distiller.language.model.files import LanguageFiles, find_model, read_config
+from distiller.language.model.layer_subset import keep_layers
+from distiller.language.model.logits import TokenIds
+from distiller.language.model.spec import ModelSpec, new_model
 from distiller.storage.packaged_files import local_path
 from distiller.storage.stage_folders import StageFolders
 from distiller.storage.weight_files import WeightFiles

@@ -16,8 +16,9 @@ from distiller.config.causal_lm import LanguageRecipe
 from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.language.batch import TokenSample
-from distiller.language.behaviour_probe import check_behaviour
+from distiller.language.cache.accuracy import compare_forms, table
+from distiller.language.cache.forms import HiddenForm, StoredForm, TokenForm, target_of
+from distiller.language.cache.sparse_records import SparseForm
 from distiller.language.checks import (
     check_continuations,
     check_feature_blocks,
@@ -25,25 +26,23 @@ from distiller.language.checks import (
     objective_of,
     tokenised_prompts,
 )
-from distiller.language.chunked import HiddenTarget, Target
-from distiller.language.comparison import compare_forms, table
-from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
 from distiller.language.counted import CountedBatch
-from distiller.language.divergences import ForwardKL
+from distiller.language.data.batch import TokenSample
+from distiller.language.data.corpus import documents_of, open_corpus
+from distiller.language.data.packing import TextData
+from distiller.language.data.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
-from distiller.language.files import LanguageFiles, find_model
-from distiller.language.logits import Head, TokenIds
+from distiller.language.generation import continue_greedily, teachers_hidden, write_texts
+from distiller.language.loss.chunked_loss import HiddenTarget, Target
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.behaviour_probe import check_behaviour
+from distiller.language.model.files import LanguageFiles, find_model
+from distiller.language.model.logits import Head, TokenIds
+from distiller.language.model.vocabulary import check_same_tokens, other_reading, vocabulary_notices
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
-from distiller.language.objective import Objective
-from distiller.language.rows import TextData
-from distiller.language.source import EVALUATE_OTHERS, LanguageSource
-from distiller.language.sparse import SparseForm
-from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
-from distiller.language.text import documents_of, open_corpus
-from distiller.language.trained import LanguageStudent, LessonSums, LossInputs
-from distiller.language.vocabulary import check_same_tokens, other_reading, vocabulary_notices
+from distiller.language.student_module import LanguageStudent, LessonSums, LossInputs
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
 from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
@@ -218,7 +217,7 @@ class CausalLMTask(Cacheable[CountedBatch, LanguageNetwork], Checkable, Staged, 
             form = self._stored_form(kind)
             settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
             forms[" ".join([kind, *settings])] = form
-        if not isinstance(objective.divergence, ForwardKL):
+        if not objective.divergence.can_be_sampled:
             forms = {name: form for name, form in forms.items() if "sampled" not in name}
         student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
         return table(compare_forms(forms, student, self._head, objective, batches, outputs))

@@ -18,8 +18,8 @@ from distiller.cache.key import content_key, first_difference
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
-from distiller.language.batch import IGNORED
 from distiller.language.counted import CountedBatch
+from distiller.language.data.batch import IGNORED
 from distiller.language.task import CausalLMTask
 from tests import toy_causal_lm, toys
 

@@ -16,10 +16,10 @@ from distiller.build import build_task
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language import behaviour_probe
-from distiller.language.batch import IGNORED
-from distiller.language.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
-from distiller.language.model_spec import ModelSpec
+from distiller.language.data.batch import IGNORED
+from distiller.language.model import behaviour_probe
+from distiller.language.model.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
+from distiller.language.model.spec import ModelSpec
 from tests import toy_causal_lm, toys
 
 COMMON: dict[str, Any] = {

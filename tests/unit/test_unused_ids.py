@@ -18,11 +18,11 @@ from distiller.build import build_task
 from distiller.cache.key import content_key
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
-from distiller.language.batch import IGNORED
-from distiller.language.chunked import HiddenTarget, chunked_loss
+from distiller.language.data.batch import IGNORED
 from distiller.language.exporting import reader_of
-from distiller.language.logits import PLAIN, TokenIds, product_width
-from distiller.language.objective import Objective
+from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import PLAIN, TokenIds, product_width
 from tests import toy_causal_lm, toys
 
 IDS = toy_causal_lm.VOCABULARY
