@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
+from distiller.config.placements.shared_options import FileReadingOptions, PinnedMemoryOptions
+from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.device_map.device_hooks import DeviceCopies, OnloadedWeights, attach_hooks
 from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
@@ -31,25 +35,34 @@ MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
 """(module without weights, its blocks, bytes that each device has for it) -> where its parts go."""
 
 
+@dataclass(frozen=True)
+class MapRule:
+    """How a placement makes device maps; `given` is the map, for every module, where the recipe has it."""
+
+    make: MakeMap
+    given: DeviceMap | None = None
+
+    @property
+    def reads_in_use(self) -> bool:
+        """Whether maps may hold `disk`; otherwise that is what found no device."""
+        return self.given is not None and "disk" in self.given.values()
+
+
 class DeviceMapTeacher(Teacher):
     """Weights that the node's ranks share, and hooks that take each rank's own forward pass through them.
 
-    Abstract: a placement hands it the map.
+    A placement says by which rule its maps are made.
 
     On GPUs: numbered parts lie in the GPUs' memory, which the node's first rank owns and the others map; `cpu` parts in
     host memory that all ranks map, from where each copies a block to its own GPU when it runs; `disk` parts are read
     from the files when they run. Without GPUs the numbers stand for ranks, and all but `disk` lies in that host memory.
     """
 
-    def __init__(self, network: Network, setup: Setup, make_map: MakeMap, reads_in_use: bool = False) -> None:
-        """Communicates. Raises UserError before any weight is read.
-
-        Args:
-            make_map: called on the node's first rank for one module after the other, with what is left of each device.
-            reads_in_use: whether the map may hold `disk`; otherwise that is what found no room.
-        """
+    def __init__(self, network: Network, setup: Setup) -> None:
+        """Communicates. Raises UserError before any weight is read."""
         self._network, self._ranks, self._device = network, setup.ranks, _numbered(setup.ranks.device)
-        plans = plan_held(network, setup, is_reader=setup.ranks.is_local_main or reads_in_use)
+        rule = self.map_rule(setup.options)
+        plans = plan_held(network, setup, is_reader=setup.ranks.is_local_main or rule.reads_in_use)
         for plan in plans:
             separate_shared_names(plan)
         self._modules = {plan.name: plan.module for plan in plans}
@@ -58,7 +71,7 @@ class DeviceMapTeacher(Teacher):
 
         def make_maps() -> list[DeviceMap]:
             room = budgets_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
-            packing = pack(plans, make_map, room, reads_in_use)
+            packing = pack(plans, rule.make, room, rule.reads_in_use)
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
 
@@ -68,12 +81,13 @@ class DeviceMapTeacher(Teacher):
 
         from_host = [part for part in passing if part.location == "cpu"]
         from_disk = [part for part in passing if part.location == "disk"]
-        self._shared = SharedParts.make(lying + from_host, self._files, setup.ranks, setup.options.pin_memory)
+        pin_memory = PinnedMemoryOptions.of(setup.options).pin_memory
+        self._shared = SharedParts.make(lying + from_host, self._files, setup.ranks, pin_memory)
         self._away = [Binding(self._modules[part.module_name], part.bound) for part in lying]
         for number, part in enumerate(lying):
             Binding(self._modules[part.module_name], part.bound, self._shared.piece(number)).bind()
         sources = [(part.stored, self._files[part.module_name]) for part in from_disk]
-        self._reader = FileReader(sources, setup.options.read_threads) if sources else None
+        self._reader = FileReader(sources, FileReadingOptions.of(setup.options).read_threads) if sources else None
         self._staging = staging_buffer([unit for unit, _ in sources], self._device)
         if self._reader is None:
             self._close_files()
@@ -90,6 +104,14 @@ class DeviceMapTeacher(Teacher):
                 if part.module_name == name
             }
             attach_hooks(module, places[name], self._device_of, weights, carrier, self._turns)
+
+    @staticmethod
+    @abstractmethod
+    def map_rule(options: TeacherOptions) -> MapRule:
+        """How maps are made: on the node's first rank, for one module after the other, with what each device has left.
+
+        Reads no weights.
+        """
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         """As `Teacher.predict`. The ranks take turns on the GPUs, which their streams arrange without the host."""
