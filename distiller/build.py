@@ -56,9 +56,8 @@ from distiller.tasks.interfaces import (
     notices_of,
 )
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
-from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
-from distiller.teachers.factory import resolve_placement
+from distiller.teachers.factory import load_teacher, resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.training.loop import Run
@@ -171,7 +170,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
             setup = resolve_placement(task.network, setup)
-        teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
+        teacher, placement = load_teacher(task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
     setup.ranks.barrier()
     data: Dataset[Any] = task.load_data(ranks, teacher)

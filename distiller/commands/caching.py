@@ -35,9 +35,8 @@ from distiller.storage.durable_writes import missing_durability
 from distiller.storage.folder_lock import lock_folder
 from distiller.storage.stage_folders import CACHED_STAGES
 from distiller.tasks.interfaces import Cacheable, Staged, format_notice, missing_stage, notices_of
-from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup, Teacher
-from distiller.teachers.factory import resolve_placement
+from distiller.teachers.factory import load_teacher, resolve_placement
 
 COMPARED = 8192
 """Counted tokens, over which forms are compared."""
@@ -90,7 +89,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
             accelerator.end_training()
             return
-    teacher = PLACEMENTS[setup.options.placement](task.network, setup)
+    teacher = load_teacher(task.network, setup)
     ranks.barrier()
     data = task.load_data(ranks, teacher)
     if compare:

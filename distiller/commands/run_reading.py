@@ -59,7 +59,7 @@ def open_run(given: Path, command: str, overrides: Sequence[str] = ()) -> ReadRu
     folder = run_of(given) if is_checkpoint else given
     if not os.path.isfile(folder / RECIPE_FILE):
         raise UserError(f"{folder}: is not a run's output folder (it has no {RECIPE_FILE})")
-    recipe = load(str(folder / RECIPE_FILE), overrides)
+    recipe = load(str(folder / RECIPE_FILE), overrides, is_of_run=True)
     allowed = CHANGES[command]
     for override in overrides:
         key = override.partition("=")[0]

@@ -15,7 +15,9 @@ from pydantic import BaseModel, ValidationError
 from distiller.config.causal_lm import CUTS, LanguageRecipe
 from distiller.config.classification import ClassificationRecipe
 from distiller.config.diffusion import DiffusionRecipe
+from distiller.config.placements.keys import placement_names, unread_keys
 from distiller.config.recipe import Recipe
+from distiller.config.teacher import Teacher
 from distiller.config.teacher_kind import check_kind, kind_by_teacher
 from distiller.errors import UserError, nearest, shown
 from distiller.storage.packaged_files import find_recipe
@@ -45,12 +47,14 @@ ALTERNATIVES = (
 """Alternative settings, each a tuple of keys; a recipe uses one tuple of each group."""
 
 
-def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
+def load(recipe: str, overrides: Sequence[str] = (), is_of_run: bool = False) -> Recipe:
     """Reads and validates a recipe.
 
     Args:
         recipe: the name of a packaged recipe, or the path of a YAML file.
         overrides: `key.sub=value` strings; the value is read as YAML.
+        is_of_run: whether it is the `recipe.yaml` of a run, of which older versions let keys stand that the placement
+            does not read; they take their defaults.
 
     Raises:
         UserError: in one line, for anything that is wrong with the recipe or an override.
@@ -66,8 +70,11 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
         raise UserError(f"{recipe}: is not valid YAML ({error})") from error
     if not isinstance(data, dict):
         raise UserError(f"{recipe}: a recipe is a mapping of keys (optim: and so on), found {shown(data)}")
+    placement = _placement_of(data)
     given = {_apply(data, override): override for override in overrides}
     _drop_alternatives(data, set(given))
+    if is_of_run or _placement_of(data) != placement:
+        _drop_unread_keys(data, set(given))
     return parse(data, recipe, given)
 
 
@@ -170,6 +177,20 @@ def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
         for section, _, name in (key.partition(".") for key in others):
             if isinstance(data.get(section), dict):
                 data[section].pop(name, None)
+
+
+def _placement_of(data: Mapping[str, Any]) -> object:
+    teacher = data.get("teacher")
+    return teacher.get("placement", Teacher.model_fields["placement"].default) if isinstance(teacher, dict) else None
+
+
+def _drop_unread_keys(data: dict[str, Any], given: Set[str]) -> None:
+    """An override of the placement leaves the file's keys of another one behind; keys that overrides give stay."""
+    placement = _placement_of(data)
+    if isinstance(placement, str) and placement in placement_names():
+        for key in unread_keys(placement):
+            if f"teacher.{key}" not in given:
+                data["teacher"].pop(key, None)
 
 
 def _reject_unknown_keys(

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, fi
 
 from pydantic import Field, model_validator
 
+from distiller.config.placements.keys import path_keys
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 from distiller.config.teacher import Teacher
 from distiller.storage.stage_folders import CACHED_STAGES, StageFolders
@@ -162,7 +163,7 @@ class Cache(Section):
 
 
 PATHS = (
-    *("output_dir", "cache_dir", "teacher.path", "teacher.cache", "teacher.nvme_path"),
+    *("output_dir", "cache_dir", "teacher.path", *path_keys()),
     *("student.path", "student.config", "data.path"),
 )
 """Keys of a recipe that name files or folders of this machine."""

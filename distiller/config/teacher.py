@@ -1,85 +1,84 @@
-"""The recipe's section on the teacher: which one, and where it lives. Importing this module does not import torch."""
+"""The recipe's section on the teacher: which one, and where it lives. Importing this module does not import torch.
+
+Keys of one placement are declared in its file of `distiller.config.placements`; the section inherits them all.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from copy import copy
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
+from pydantic.fields import FieldInfo
 
-from distiller.config.sections import DType, Location, NonNegative, Positive, Section, Switch
-
-Placement = Literal[
-    "auto",
-    "replicated",
-    "cpu",
-    "streamed",
-    "disk",
-    "balanced",
-    "sequential",
-    "custom",
-    "rank0",
-    "sharded",
-    "swap",
-    "cached",
-]
+from distiller.config.placements import PLACEMENTS
+from distiller.config.placements.keys import (
+    in_words,
+    owners,
+    placement_names,
+    quantized_placements,
+    readers,
+    unread_keys,
+)
+from distiller.config.sections import DType, Location, NonNegative, Section
+from distiller.errors import shown
 
 
-class Teacher(Section):
-    """The frozen network and where it lives. Keys that another placement reads are left alone."""
+class TeacherKeys(Section):
+    """The frozen network and where it lives. A key that its placement does not read keeps its default."""
 
     path: Location = Field(description="a diffusers pipeline folder, a hub id, or asset:NAME for a packaged one")
     revision: Location | None = Field(default=None, description="of a hub id: branch, tag or commit")
     subfolder: Location | None = Field(default=None, description="where in the folder or repository the pipeline lies")
-    placement: Placement = Field(
+    placement: str = Field(
         default="replicated", description="where it lives; docs/MODEL_LOADING_STRATEGIES.md compares the places"
     )
     dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
-    quantization: Literal["none", "int8"] = Field(
-        default="none", description="int8 = bitsandbytes, for placement replicated and balanced"
-    )
+    quantization: Literal["none", "int8"] = Field(default="none", description="int8 = bitsandbytes, for placement")
     prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(
         default=0, description="updates asked for ahead; none yet"
     )
-    pin_memory: Switch = Field(
-        default=True, description="of host memory that a GPU copies from; false is several times slower"
-    )
-    ring_blocks: Annotated[Positive, Field(ge=2)] = Field(
-        default=3, description="streamed, disk: blocks on the GPU at a time, one in use and the others on their way"
-    )
-    resident_blocks: NonNegative | Literal["auto"] = Field(
-        default=0, description="streamed, disk: blocks that stay on the GPU; auto = what the student leaves room for"
-    )
-    shard_transfers: Switch | Literal["auto"] = Field(
-        default="auto",
-        description="streamed: each rank copies its share of a block, NVLink does the rest; auto = with 2 GPUs or more",
-    )
-    amortise: Switch = Field(
-        default=True, description="streamed, disk: all micro-batches of an update pass a block while it is there"
-    )
-    read_threads: Positive = Field(default=4, description="disk: files read ahead by so many threads a rank")
-    device_map: dict[str, NonNegative | Literal["cpu", "disk"]] | None = Field(
-        default=None, description="custom: module name to GPU number, cpu or disk, as in Accelerate"
-    )
-    rank: NonNegative = Field(default=0, description="rank0: the rank that holds the teacher")
-    micro_batch: Positive | None = Field(
-        default=None, description="rank0: samples a forward pass; None = all ranks' at once"
-    )
-    offload: Literal["none", "cpu", "nvme"] = Field(default="none", description="sharded: where the shards wait")
-    nvme_path: Location | None = Field(default=None, description="sharded with offload nvme: a folder on a local disk")
-    cache: Location | None = Field(
-        default=None, description="cached: the folder that `distiller cache` writes and training reads"
-    )
 
     @model_validator(mode="after")
-    def _is_complete(self) -> Teacher:
-        if self.placement == "custom" and not self.device_map:
-            raise ValueError(
-                "teacher.placement=custom needs teacher.device_map, for example {'blocks.0': 0, 'blocks.1': cpu, '': 0}"
-            )
-        if self.placement == "sharded" and self.offload == "nvme" and self.nvme_path is None:
-            raise ValueError("teacher.offload=nvme needs teacher.nvme_path; give a folder on a local disk")
-        if self.placement == "cached" and self.cache is None:
-            raise ValueError(
-                "teacher.placement=cached needs teacher.cache; give the folder that `distiller cache` writes"
-            )
+    def _suits_the_placement(self) -> Self:
+        if self.placement in PLACEMENTS:
+            spec = PLACEMENTS[self.placement]
+            spec.check_options(spec.options.of(self))
+        for key in unread_keys(self.placement):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"teacher.{key} is {shown(value)}, which teacher.placement {self.placement} does not read; leave "
+                    f"it out, or choose a placement that does: {in_words(readers(key), 'or')}"
+                )
         return self
+
+
+def make_section() -> type[TeacherKeys]:
+    """The section with the keys of all registered placements, each described with the names of those that read it."""
+    fields: dict[str, FieldInfo] = {}
+    for spec in PLACEMENTS.values():
+        fields |= spec.options.model_fields
+    described: dict[str, Any] = {
+        key: (field.annotation, _described(field, f"{', '.join(owners(key))}: {field.description}"))
+        for key, field in fields.items()
+    }
+    own = TeacherKeys.model_fields
+    described["placement"] = Literal[placement_names()], own["placement"]
+    held = f"{own['quantization'].description} {in_words(quantized_placements('int8'), 'and')}"
+    described["quantization"] = own["quantization"].annotation, _described(own["quantization"], held)
+    # The last base's fields come first in the section.
+    bases = (*reversed(dict.fromkeys(spec.options for spec in PLACEMENTS.values())), TeacherKeys)
+    return create_model("Teacher", __base__=bases, __doc__=TeacherKeys.__doc__, **described)
+
+
+def _described(field: FieldInfo, description: str) -> FieldInfo:
+    field = copy(field)
+    field.description = description
+    return field
+
+
+if TYPE_CHECKING:
+    Teacher = TeacherKeys
+else:
+    Teacher = make_section()

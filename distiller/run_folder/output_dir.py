@@ -15,6 +15,7 @@ from typing import Any, final
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.config.loading import dump
+from distiller.config.placements.keys import keys_free_on_resume
 from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.distributed.ranks import Ranks
@@ -28,17 +29,19 @@ RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
 # Where the teacher lives and how an update is split change no number, and after an out-of-memory, or on fewer GPUs,
 # that is what a user wants to change. The number of samples of an update is compared with the checkpoint's.
-MAY_CHANGE_ON_RESUME = (
+_MAY_CHANGE_ON_RESUME = (
     *("train.max_steps", "train.num_epochs", "train.log_every", "train.num_workers", "train.batch_size"),
     *("train.gradient_accumulation_steps", "train.samples_per_update", "train.gradient_checkpointing"),
     # Compared with the checkpoint's, as `auto` has come out.
     *("train.mixed_precision", "teacher.dtype"),
-    "optim.max_bad_steps",
-    *("teacher.placement", "teacher.device_map", "teacher.rank", "teacher.micro_batch", "teacher.offload"),
-    *("teacher.nvme_path", "teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks"),
-    *("teacher.shard_transfers", "teacher.amortise", "teacher.read_threads", "teacher.cache", "cache.shard_mib"),
+    *("optim.max_bad_steps", "teacher.placement", "cache.shard_mib"),
 )
 SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
+
+
+def may_change_on_resume() -> tuple[str, ...]:
+    """The keys that a resumed run may change, placements' own among them."""
+    return (*_MAY_CHANGE_ON_RESUME, *keys_free_on_resume())
 
 
 @final
@@ -243,7 +246,7 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool 
         for key in sorted(mine.keys() | theirs.keys())
         if mine.get(key) != theirs.get(key)
         and (has_defaults or mine.get(key) is not None)
-        and key not in (*MAY_CHANGE_ON_RESUME, *compared_by_content)
+        and key not in (*may_change_on_resume(), *compared_by_content)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
     was_cached, is_cached = theirs.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
@@ -253,7 +256,8 @@ def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool 
             "cannot change to or from cached within a run; begin another one"
         )
     if changed:
+        may_change = ", ".join(may_change_on_resume())
         raise UserError(
-            f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {', '.join(MAY_CHANGE_ON_RESUME)} and "
+            f"--resume: {'; '.join(changed)} (was: in {recipe.output_dir}); only {may_change} and "
             f"the sections {', '.join(SECTIONS_THAT_MAY_CHANGE_ON_RESUME)} may change"
         )

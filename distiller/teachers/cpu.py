@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ CPU = torch.device("cpu")
 NUM_WIDE_SLOTS = 2
 
 
+@final
 class CpuTeacher(Teacher):
     """Every rank computes its own answers, with its share of the node's cores.
 
@@ -44,12 +46,12 @@ class CpuTeacher(Teacher):
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks, self._dtype = network, setup.ranks, setup.dtype
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
-        places = [(plan, unit) for plan in plans for unit in plan.units]
-        self._host = HostCopy.make([unit.num_bytes for _, unit in places], setup.ranks)
+        units = [(plan, unit) for plan in plans for unit in plan.units]
+        self._host = HostCopy.make([unit.num_bytes for _, unit in units], setup.ranks)
         setup.ranks.all_succeed(lambda: self._fill(plans) if setup.ranks.is_local_main else None)
         self._modules: dict[str, nn.Module] = {}
-        for number, (plan, unit) in enumerate(places):
-            bind(plan.module, unit, self._host.piece(number))
+        for index, (plan, unit) in enumerate(units):
+            bind(plan.module, unit, self._host.piece(index))
             self._modules[plan.name] = plan.module
         self._own_bytes = sum(own_buffer_bytes(module) for module in self._modules.values())
         self._wide: _WideModules | None = None
@@ -72,7 +74,7 @@ class CpuTeacher(Teacher):
 
     def _fill(self, plans: Sequence[ModulePlan]) -> None:
         sources = [(unit, plan.files) for plan in plans for unit in plan.units if plan.files is not None]
-        load_units(sources, [self._host.piece(number) for number in range(len(sources))])
+        load_units(sources, [self._host.piece(index) for index in range(len(sources))])
         for plan in plans:
             plan.close_files()
 
@@ -113,13 +115,13 @@ class _WideModules:
 
     def __init__(self, network: Network, narrow: Mapping[str, nn.Module], host: HostCopy) -> None:
         self.modules: dict[str, nn.Module] = {}
-        units, self._sources, self.num_bytes, number = [], [], 0, 0
+        units, self._sources, self.num_bytes, index = [], [], 0, 0
         for name, module in narrow.items():
             wide = network.skeleton(name, torch.float32)
             blocks = network.block_names(name)
             for ours, theirs in zip(lay_out(wide, blocks), lay_out(module, blocks), strict=True):
-                source = host.piece(number)
-                number += 1
+                source = host.piece(index)
+                index += 1
                 if ours.name in blocks:
                     units.append(OffloadedBlock(name, wide, ours))
                     self._sources.append((ours, theirs, source))

@@ -1,9 +1,11 @@
-"""`teacher.placement: disk`: the ring of `streamed`, fed from safetensors files; for teachers larger than memory."""
+"""`teacher.placement: disk`: `streamed` from safetensors files, for teachers larger than memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
+from distiller.config.placements.disk import DiskOptions
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.streamed import choose_resident
 from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
@@ -15,11 +17,12 @@ from distiller.teachers.weights.loading import load_on_all_ranks, plan_modules
 NUM_STAGING = 2
 
 
+@final
 class DiskTeacher(Teacher):
     """Threads read ahead into two page-locked buffers of a block; the host keeps nothing else but its page cache."""
 
     def __init__(self, network: Network, setup: Setup) -> None:
-        self._network, self._ranks, options = network, setup.ranks, setup.options
+        self._network, self._ranks, options = network, setup.ranks, DiskOptions.of(setup.options)
         device = setup.ranks.device
         self._plans = plan_modules(network, setup, is_reader=True)
         resident = choose_resident(self._plans, setup)
@@ -35,13 +38,13 @@ class DiskTeacher(Teacher):
             # Before weights are read: a driver that refuses should do so early.
             self._staging = setup.ranks.all_succeed(lambda: _staging(size, setup))
         for plan in self._plans:
-            stays = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
-            self._resident_bytes += load_on_all_ranks(plan, stays, setup.ranks) + own_buffer_bytes(plan.module)
+            kept = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
+            self._resident_bytes += load_on_all_ranks(plan, kept, setup.ranks) + own_buffer_bytes(plan.module)
         slots = allocate_buffers(size, min(options.ring_blocks, len(units)), device)
         self._slot_bytes = sum(slot.data.nbytes for slot in slots)
         reader = FileReader(sources, options.read_threads)
         if self._staging is not None:
-            feed = FileCopier(reader, [self._staging.piece(number) for number in range(NUM_STAGING)], device)
+            feed = FileCopier(reader, [self._staging.piece(index) for index in range(NUM_STAGING)], device)
         else:
             feed = ThreadCopier(reader.read, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
@@ -73,6 +76,6 @@ def _staging(size: int, setup: Setup) -> HostCopy:
     Memory that torch page-locks itself is as long as the next power of two: two of 0.65 GiB would take 2 GiB.
     """
     staging = HostCopy.make([size] * NUM_STAGING, setup.ranks.as_single_process())
-    if setup.options.pin_memory:
+    if DiskOptions.of(setup.options).pin_memory:
         staging.page_lock()
     return staging

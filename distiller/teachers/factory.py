@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
-from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Network, Setup, Teacher
 from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
-from distiller.teachers.fitting import DEVICE_MAPS, advice, check_fits, choose, device_packing, fitting
+from distiller.teachers.fitting import advice, check_fits, choose, device_packing, fitting
 from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
 from distiller.teachers.rules import check_placement, may_run
 
@@ -24,9 +24,8 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     """
     options, ranks = setup.options, setup.ranks
     check_placement(options, ranks.world_size, setup.under_deepspeed)
-    if options.placement == "custom":
-        modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
-        check_custom_map(options.device_map or {}, modules, num_devices(ranks))
+    if options.placement != AUTO and PLACEMENTS[options.placement].uses_device_map:
+        _check_given_map(network, setup)
     sizes, everything, spared = measure(network, setup.dtype), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
     if options.quantization == "int8":
         sizes = sizes.scaled(1 / setup.dtype.itemsize)
@@ -39,12 +38,12 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
             return fitting(needs, spared, options, pack_devices, 1 - AUTO_SHARE)
         return fitting(needs, everything, options, pack_devices, ACTIVATION_SHARE)
 
-    if options.placement == "auto":
+    if options.placement == AUTO:
         name, reason = choose(needs["replicated"], spared, fits, setup.reserved_bytes)
         if ranks.is_main:
             print(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
-    if pack_devices is not None and options.placement in DEVICE_MAPS:
+    if pack_devices is not None and PLACEMENTS[options.placement].uses_device_map:
         packing = pack_devices(options.placement, ACTIVATION_SHARE)
         if not packing.fits:
             packing.check(options.placement, advice(fits(True)))
@@ -53,26 +52,28 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     return replace(setup, options=options)
 
 
+def load_teacher(network: Network, setup: Setup) -> Teacher:
+    """Loads the teacher into the place of a setup that `resolve_placement` returned. Communicates."""
+    return PLACEMENTS[setup.options.placement].import_class()(network, setup)
+
+
 def open_teacher(network: Network, setup: Setup) -> Teacher:
     """Loads the teacher into its place. Communicates. Raises UserError before any weight is read."""
-    setup = resolve_placement(network, setup)
-    return PLACEMENTS[setup.options.placement](network, setup)
+    return load_teacher(network, resolve_placement(network, setup))
 
 
 def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, device: torch.device) -> Teacher:
-    """The teacher of a command that runs in one process, in the place nearest to that of the run. Raises UserError.
+    """The teacher of a command that runs in one process, in the place nearest to that of the run. Raises UserError."""
+    if options.placement != AUTO:
+        spec = PLACEMENTS[options.placement]
+        num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+        options = options.model_copy(update=dict(spec.alone(spec.options.of(options), num_gpus)))
+    return open_teacher(network, Setup(dtype, options, Ranks.join(device)))
 
-    There is no other rank to hold it (`rank0`), and nobody to share shards with: those that waited in host memory or on
-    a disk stream from there.
-    """
-    changes: dict[str, object] = {"rank": 0}
-    if options.placement == "cached":
-        # Other inputs than the data's: the weights are needed after all.
-        changes["placement"] = "auto"
-    if options.placement == "sharded":
-        alone = {"none": "balanced" if torch.cuda.device_count() > 1 else "replicated", "cpu": "streamed"}
-        changes["placement"] = alone.get(options.offload, "disk")
-    if options.device_map is not None and device.type == "cpu":
-        # Without GPUs the numbers stood for ranks, of which there is one.
-        changes["device_map"] = {k: 0 if isinstance(v, int) else v for k, v in options.device_map.items()}
-    return open_teacher(network, Setup(dtype, options.model_copy(update=changes), Ranks.join(device)))
+
+def _check_given_map(network: Network, setup: Setup) -> None:
+    """Raises UserError where a map that the recipe gives does not suit the modules and devices."""
+    given = PLACEMENTS[setup.options.placement].import_class().map_rule(setup.options).given
+    if given is not None:
+        modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
+        check_custom_map(given, modules, num_devices(setup.ranks))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 import torch
 from torch import nn
 
+from distiller.config.placements.rank0 import Rank0Options
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.single_rank.exchange import Exchange
 from distiller.teachers.weights.layout import bind, move_own_buffers, own_buffer_bytes
 from distiller.teachers.weights.loading import ModulePlan, plan_modules, read_to_device, staging_buffer
 
 
+@final
 class Rank0Teacher(Teacher):
     """One rank (`teacher.rank`) holds all modules and runs all ranks' calls, those that fit together as one batch.
 
@@ -21,16 +24,16 @@ class Rank0Teacher(Teacher):
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
-        ranks, holder = setup.ranks, setup.options.rank
-        self._network, self._micro_batch = network, setup.options.micro_batch
+        options, ranks = Rank0Options.of(setup.options), setup.ranks
+        self._network, self._micro_batch = network, options.micro_batch
         self._modules: dict[str, nn.Module] = {}
-        plans = plan_modules(network, setup, is_reader=ranks.rank == holder)
+        plans = plan_modules(network, setup, is_reader=ranks.rank == options.rank)
         # The others wait here, in a group that has patience, and not in the first exchange, which has none.
         num_bytes = ranks.all_succeed(lambda: sum(self._load(plan, ranks.device) for plan in plans))
         self._memory = TeacherMemory(gpu_bytes=num_bytes)
         if ranks.device.type == "cpu":
             self._memory = TeacherMemory(host_bytes=sum(ranks.gather_on_node(num_bytes)))
-        self._exchange = Exchange(ranks, holder, self._run)
+        self._exchange = Exchange(ranks, options.rank, self._run)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._run_agenda)

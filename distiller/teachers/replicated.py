@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_module_calls
 from distiller.teachers.weights.layout import own_buffer_bytes
@@ -10,6 +11,7 @@ from distiller.teachers.weights.loading import load_on_all_ranks
 from distiller.teachers.weights.quantized import plan_quantized_modules
 
 
+@final
 class ReplicatedTeacher(Teacher):
     """Every rank holds all modules on its own device and answers its own requests; communicates only while loading."""
 

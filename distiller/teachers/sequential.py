@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from distiller.teachers.base import Network, Setup
+from typing import final
+
+from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.teachers.device_map.maps import sequential_map
-from distiller.teachers.device_map.teacher import DeviceMapTeacher
+from distiller.teachers.device_map.teacher import DeviceMapTeacher, MapRule
 
 
+@final
 class SequentialTeacher(DeviceMapTeacher):
     """The first GPUs are filled up to what the student needs there, in Accelerate's way; the last may stay empty.
 
@@ -14,5 +17,7 @@ class SequentialTeacher(DeviceMapTeacher):
     `predict` equally often; `close` communicates.
     """
 
-    def __init__(self, network: Network, setup: Setup) -> None:
-        super().__init__(network, setup, sequential_map)
+    @staticmethod
+    def map_rule(options: TeacherOptions) -> MapRule:
+        del options
+        return MapRule(sequential_map)

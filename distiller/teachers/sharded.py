@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
 from distiller.teachers.base import (
     ModuleCalls,
@@ -20,6 +21,7 @@ from distiller.teachers.sharding.sharded_modules import Shards, held_bytes
 from distiller.teachers.sharding.zero3 import Zero3Modules
 
 
+@final
 class ShardedTeacher(Teacher):
     """FSDP2, or, where the student's engine is DeepSpeed, ZeRO-3 in an engine of its own.
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import final
 
+from distiller.config.placements.shared_options import BlockBufferOptions
+from distiller.config.placements.streamed import StreamedOptions
 from distiller.distributed.free_memory import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.footprint import AUTO_SHARE
@@ -16,6 +19,7 @@ from distiller.teachers.weights.layout import ALIGNMENT, REST, own_buffer_bytes
 from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, load_units, plan_modules
 
 
+@final
 class StreamedTeacher(Teacher):
     """Host to device only: the weights are frozen, so nothing is copied back.
 
@@ -25,16 +29,16 @@ class StreamedTeacher(Teacher):
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
-        self._network, self._ranks, options = network, setup.ranks, setup.options
+        self._network, self._ranks, options = network, setup.ranks, StreamedOptions.of(setup.options)
         device, count = setup.ranks.device, setup.ranks.local_world_size
         self._is_sharing = shares_transfers(setup)
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
         resident = choose_resident(plans, setup)
-        stays = {
+        kept = {
             plan.name: [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
             for plan in plans
         }
-        passing = [(plan, unit) for plan in plans for unit in plan.units if unit not in stays[plan.name]]
+        passing = [(plan, unit) for plan in plans for unit in plan.units if unit not in kept[plan.name]]
         units = [OffloadedBlock(plan.name, plan.module, unit) for plan, unit in passing]
 
         # All that can be refused for lack of memory or of a right comes before weights are read.
@@ -49,11 +53,11 @@ class StreamedTeacher(Teacher):
 
         self._resident_bytes = 0
         for plan in plans:
-            self._resident_bytes += load_on_all_ranks(plan, stays[plan.name], setup.ranks) + own_buffer_bytes(
+            self._resident_bytes += load_on_all_ranks(plan, kept[plan.name], setup.ranks) + own_buffer_bytes(
                 plan.module
             )
         sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
-        pieces = [self._host.piece(number) for number in range(len(sources))]
+        pieces = [self._host.piece(index) for index in range(len(sources))]
         setup.ranks.all_succeed(lambda: load_units(sources, pieces))
         for plan in plans:
             plan.close_files()
@@ -87,7 +91,7 @@ class StreamedTeacher(Teacher):
 
 def shares_transfers(setup: Setup) -> bool:
     """Whether each of the node's ranks copies a share of every block: not when there is but one."""
-    wanted = setup.options.shard_transfers
+    wanted = StreamedOptions.of(setup.options).shard_transfers
     is_wanted = setup.ranks.device.type == "cuda" if wanted == "auto" else wanted
     return is_wanted and setup.ranks.local_world_size > 1
 
@@ -95,23 +99,23 @@ def shares_transfers(setup: Setup) -> bool:
 def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str, str]]:
     """(module, block) of those that stay on the device, spread evenly so that copying never pauses. Communicates."""
     blocks = [(plan.name, unit.name) for plan in plans for unit in plan.units if unit.name != REST]
-    count = setup.options.resident_blocks
+    count = BlockBufferOptions.of(setup.options).resident_blocks
     if count == "auto":
         count = min(setup.ranks.gather(_blocks_that_fit(plans, setup)))
     count = min(count, len(blocks))
-    return {blocks[number * len(blocks) // count] for number in range(count)}
+    return {blocks[index * len(blocks) // count] for index in range(count)}
 
 
 def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
-    """How many blocks a GPU can keep beside the student and the ring, from four fifths of what it has free.
+    """How many blocks a GPU can keep beside the student and the buffers, from four fifths of what it has free.
 
     The last fifth is for activations.
     """
-    device = setup.ranks.device
+    device, options = setup.ranks.device, BlockBufferOptions.of(setup.options)
     if device.type != "cuda":
         return 0
     sizes = [unit.num_bytes for plan in plans for unit in plan.units if unit.name != REST]
     rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
     free = int(free_gpu_bytes(device) * AUTO_SHARE)
-    room = free - setup.reserved_bytes - rest - setup.options.ring_blocks * max(sizes)
-    return max(room // max(sizes), 0)
+    budget = free - setup.reserved_bytes - rest - options.ring_blocks * max(sizes)
+    return max(budget // max(sizes), 0)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from distiller.config.placements.swap import SwapOptions
 from distiller.distributed.free_memory import free_host_bytes
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
@@ -21,6 +23,7 @@ from distiller.teachers.weights.layout import Binding, bind, own_buffer_bytes, r
 from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
 
+@final
 class SwapTeacher(Teacher):
     """Every rank keeps a host copy of its own and nothing on its device while the student trains.
 
@@ -32,12 +35,12 @@ class SwapTeacher(Teacher):
         self._network, self._ranks = network, setup.ranks
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
         sizes = [unit.num_bytes for plan in plans for unit in plan.units]
-        self._ranks.all_succeed(lambda: _check_room(sum(sizes), self._ranks.local_world_size))
+        self._ranks.all_succeed(lambda: _check_host_memory(sum(sizes), self._ranks.local_world_size))
         self._host = HostCopy.make(sizes, self._ranks.as_single_process())
-        if setup.options.pin_memory and self._ranks.device.type == "cuda":
+        if SwapOptions.of(setup.options).pin_memory and self._ranks.device.type == "cuda":
             # Before the weights are read: a driver that refuses should do so early.
             self._ranks.all_succeed(self._host.page_lock)
-        pieces = iter([self._host.piece(number) for number in range(len(sizes))])
+        pieces = iter([self._host.piece(index) for index in range(len(sizes))])
         self._visitors = {plan.name: _Visitor(plan, [next(pieces) for _ in plan.units]) for plan in plans}
         for plan in plans:
             self._visitors[plan.name].fill(plan, self._ranks)
@@ -106,7 +109,7 @@ class _Visitor:
                 table[name] = buffer
 
 
-def _check_room(num_bytes: int, num_copies: int) -> None:
+def _check_host_memory(num_bytes: int, num_copies: int) -> None:
     free = free_host_bytes()
     if num_bytes * num_copies > free:
         raise UserError(

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from distiller.config.placements import PLACEMENTS
 from distiller.data import rng
-from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
 from distiller.vision.converted import converted_files

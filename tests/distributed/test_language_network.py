@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from distiller.language.files import find_model
 
-from distiller.language.model.files import find_model
+from distiller.config.placements import PLACEMENTS
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
-from distiller.teachers import PLACEMENTS, Outputs, Request
+from distiller.teachers import Outputs, Request
 from distiller.teachers.factory import open_teacher
 from tests import toy_causal_lm
 from tests.distributed.ranks import on_ranks

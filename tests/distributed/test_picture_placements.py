@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 import torch
 
+from distiller.config.placements import PLACEMENTS
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.data import rng
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.distributed.devices import set_tf32
-from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
 from tests import toy_pictures

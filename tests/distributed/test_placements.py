@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distiller.teachers import PLACEMENTS
+from distiller.config.placements import PLACEMENTS
 from tests.distributed.ranks import on_ranks
 from tests.placement_contract import CASES, answers, answers_of_cases, open_case, placement_of, train_cases
 from tests.toy_network import ToyNetwork, save_toy

@@ -130,7 +130,9 @@ def partitioned(tmp_path_factory) -> Path:
 def held(folder: Path, under_deepspeed: bool, offload: str) -> dict[str, Any]:
     """What this rank holds of a `WideNetwork`, by the teacher's word and by the count of living tensors."""
     with LiveBytes() as live:
-        teacher = ShardedTeacher(WideNetwork(folder), setup(under_deepspeed=under_deepspeed, offload=offload))
+        teacher = ShardedTeacher(
+            WideNetwork(folder), setup(under_deepspeed=under_deepspeed, placement="sharded", offload=offload)
+        )
         loaded, peak = live.now(), live.peak
     said = teacher.memory().host_bytes
     outputs = [teacher.predict(REQUESTS)[0]["output"].numpy() for _ in range(3)]
@@ -153,7 +155,7 @@ def held(folder: Path, under_deepspeed: bool, offload: str) -> dict[str, Any]:
 
 
 def on_disk(folder: Path, nvme_path: Path) -> dict[str, Any]:
-    options = {"offload": "nvme", "nvme_path": str(nvme_path)}
+    options = {"placement": "sharded", "offload": "nvme", "nvme_path": str(nvme_path)}
     try:
         teacher = ShardedTeacher(WideNetwork(folder), setup(under_deepspeed=True, **options))
     except UserError as error:
@@ -168,7 +170,7 @@ def on_disk(folder: Path, nvme_path: Path) -> dict[str, Any]:
 
 def zero3_answers(folder: Path, launch_files: Path, offload: str, dtype: str, num_modules: int) -> list[np.ndarray]:
     zero3.launch_files_dir = lambda: launch_files
-    ours = setup(getattr(torch, dtype), under_deepspeed=True, offload=offload)
+    ours = setup(getattr(torch, dtype), under_deepspeed=True, placement="sharded", offload=offload)
     teacher = ShardedTeacher(ToyNetwork(folder, num_modules), ours)
     try:
         return answers(teacher, PartialState().process_index, num_modules, num_steps=4)
@@ -279,7 +281,7 @@ def test_deepspeed_for_the_teacher_changes_nothing_for_the_student(done):
 
 def test_one_gpu_alone_does_not_offload(tmp_path):
     with pytest.raises(UserError, match=r"teacher\.offload is cpu.*teacher\.placement=streamed"):
-        ShardedTeacher(ToyNetwork(tmp_path / "not read"), setup(device="cuda", offload="cpu"))
+        ShardedTeacher(ToyNetwork(tmp_path / "not read"), setup(device="cuda", placement="sharded", offload="cpu"))
 
 
 def test_a_swap_folder_goes_with_its_run_or_with_the_next(tmp_path):

@@ -40,7 +40,7 @@ def choices(weights: Any) -> list[str]:
         for module in (footprint, maps, streamed):
             module.free_gpu_bytes = lambda _, share=share: int(share * total)  # type: ignore[attr-defined]
         decided = resolve_placement(network, setup(torch.float32, device, placement="auto"))
-        teacher = factory.PLACEMENTS[decided.options.placement](network, decided)
+        teacher = factory.load_teacher(network, decided)
         for mine, theirs in zip(teacher.predict(requests), expected, strict=True):
             assert torch.allclose(mine["output"], theirs, rtol=1e-5, atol=1e-5)
         teacher.close()

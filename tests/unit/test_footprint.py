@@ -8,14 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from distiller.config.placements import PLACEMENTS
+from distiller.config.placements.base import MemoryBudget, Sizes
 from distiller.config.teacher import Teacher as Options
 from distiller.errors import UserError
-from distiller.teachers import PLACEMENTS, factory
+from distiller.teachers import factory
 from distiller.teachers.device_map.maps import Packing
 from distiller.teachers.factory import open_teacher
-from distiller.teachers.fitting import AUTO, ON_CPUS, ON_GPUS, ONE_RANK, check_fits, choose, fitting
-from distiller.teachers.footprint import AUTO_SHARE, MemoryBudget, Sizes, footprints, measure
-from distiller.teachers.rules import QUANTIZED_PLACEMENTS, RULES, check_placement
+from distiller.teachers.fitting import by_speed, check_fits, choose, fitting
+from distiller.teachers.footprint import AUTO_SHARE, footprints, measure
+from distiller.teachers.rules import check_placement
 from tests.toy_network import ToyNetwork, save_toy, setup
 
 GIB = 2**30
@@ -30,42 +32,47 @@ class Node:
         made = setup(**options)
         self.setup = replace(made, ranks=replace(made.ranks, world_size=num_gpus, local_world_size=num_gpus))
         self.num_gpus, self.free_gib, self.host_gib, self.student_gib = num_gpus, free_gib, host_gib, student_gib
-        self.needs = footprints(WAN, self.setup, self.room(1))
+        self.needs = footprints(WAN, self.setup, self.budget(1))
 
-    def room(self, share: float) -> MemoryBudget:
+    def budget(self, share: float) -> MemoryBudget:
         free = int(max(self.free_gib * share - self.student_gib, 0) * GIB)
         return MemoryBudget(free, int(self.host_gib * GIB), self.num_gpus, self.num_gpus, (free,) * self.num_gpus)
 
     def pack(self, placement: str, kept_share: float) -> Packing:
         """As a real map: blocks are not split."""
-        room = self.room(1 - kept_share).gpu
-        assert room is not None
+        free = self.budget(1 - kept_share).gpu
+        assert free is not None
         blocks = [40 // self.num_gpus] * self.num_gpus
         needed = {gpu: WAN.largest_block * count + WAN.rest * (gpu == 0) for gpu, count in enumerate(blocks)}
-        return Packing([], needed, 0, dict.fromkeys(range(self.num_gpus), room))
+        return Packing([], needed, 0, dict.fromkeys(range(self.num_gpus), free))
 
     def fits(self, with_activations: bool) -> list[str]:
         share = AUTO_SHARE if with_activations else 1
-        return list(fitting(self.needs, self.room(share), self.setup.options, self.pack, 1 - share))
+        return list(fitting(self.needs, self.budget(share), self.setup.options, self.pack, 1 - share))
 
     def choose(self) -> tuple[str, str]:
-        return choose(self.needs["replicated"], self.room(AUTO_SHARE), self.fits, int(self.student_gib * GIB))
+        return choose(self.needs["replicated"], self.budget(AUTO_SHARE), self.fits, int(self.student_gib * GIB))
 
     def check(self, name: str) -> None:
         options = self.setup.options.model_copy(update={"placement": name})
-        check_fits(options, self.needs, self.room(1), lambda: self.fits(True))
+        check_fits(options, self.needs, self.budget(1), lambda: self.fits(True))
 
 
-def test_every_placement_has_a_rule_a_footprint_and_a_rank_by_speed():
-    assert set(RULES) == set(PLACEMENTS)
-    # A custom map says itself where things go; the map's own check looks at the room.
-    assert (
-        set(Node(2, 80).needs)
-        == set(PLACEMENTS) - {"custom", "cached"}
-        == set(ON_GPUS)
-        == set(ON_CPUS)
-        == set(ONE_RANK)
-    )
+def test_every_placement_has_a_footprint_and_a_rank_by_speed():
+    # A custom map says itself where things go; the map's own check looks at the memory.
+    assert set(Node(2, 80).needs) == set(PLACEMENTS) - {"custom", "cached"}
+    two, one, without = Node(2, 80).budget(1), Node(1, 80).budget(1), replace(Node(2, 80).budget(1), gpu=None)
+    assert by_speed(two) == [
+        *("replicated", "streamed", "sharded", "balanced", "rank0", "sequential", "swap", "disk", "cpu")
+    ]
+    assert by_speed(one) == [
+        *("replicated", "balanced", "sequential", "streamed", "sharded", "rank0", "swap", "disk", "cpu")
+    ]
+    assert by_speed(without) == [
+        *("replicated", "balanced", "cpu", "sequential", "sharded", "rank0", "streamed", "swap", "disk")
+    ]
+    candidates = {spec.name for spec in PLACEMENTS.values() if spec.is_auto_candidate}
+    assert candidates == {"replicated", "streamed", "balanced", "cpu", "disk"}
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_auto_never_chooses_what_is_then_refused(num_gpus):
                 node = Node(num_gpus, free_gib, host_gib, student_gib)
                 name, _ = node.choose()
                 if node.fits(False):
-                    assert name in AUTO
+                    assert PLACEMENTS[name].is_auto_candidate
                     if name in ("balanced", "sequential"):
                         assert node.pack(name, 0).fits
                     else:
@@ -131,7 +138,7 @@ def test_auto_never_chooses_what_is_then_refused(num_gpus):
 def test_a_single_process_spreads_the_teacher_before_it_streams():
     """Measured on two H200 with 24 GiB free, Wan 14B at 1,600 tokens: 371 ms spread, 615 ms streamed."""
     node = Node(2, 24, student_gib=1)
-    alone = replace(node.room(AUTO_SHARE), num_ranks=1)
+    alone = replace(node.budget(AUTO_SHARE), num_ranks=1)
     assert list(fitting(node.needs, alone, node.setup.options, node.pack, 0.2))[:3] == [
         "balanced",
         "sequential",
@@ -147,9 +154,9 @@ def test_no_device_map_is_made_where_something_faster_fits():
             raise AssertionError(placement)
 
         def fits(with_activations: bool, node: Node = node):
-            return fitting(node.needs, node.room(AUTO_SHARE), node.setup.options, never, 0.2)
+            return fitting(node.needs, node.budget(AUTO_SHARE), node.setup.options, never, 0.2)
 
-        assert choose(node.needs["replicated"], node.room(AUTO_SHARE), fits, 0)[0] == chosen
+        assert choose(node.needs["replicated"], node.budget(AUTO_SHARE), fits, 0)[0] == chosen
 
 
 def test_auto_takes_what_leaves_nothing_for_activations_before_it_gives_up():
@@ -171,11 +178,11 @@ def test_auto_runs_and_says_what_it_chose(tmp_path, capsys):
 def test_one_large_gpu_is_enough_for_rank0():
     node = Node(2, 10, placement="rank0", rank=1)
     others = lambda: []  # noqa: E731
-    check_fits(node.setup.options, node.needs, replace(node.room(1), gpu_of_ranks=(10 * GIB, 60 * GIB)), others)
+    check_fits(node.setup.options, node.needs, replace(node.budget(1), gpu_of_ranks=(10 * GIB, 60 * GIB)), others)
     with pytest.raises(UserError, match="rank0 takes"):
-        check_fits(node.setup.options, node.needs, replace(node.room(1), gpu_of_ranks=(60 * GIB, 10 * GIB)), others)
-    needs, room = {"rank0": node.needs["rank0"]}, replace(node.room(1), gpu_of_ranks=(10 * GIB, 60 * GIB))
-    assert list(fitting(needs, room, node.setup.options, None, 0)) == ["rank0"]
+        check_fits(node.setup.options, node.needs, replace(node.budget(1), gpu_of_ranks=(60 * GIB, 10 * GIB)), others)
+    needs, budget = {"rank0": node.needs["rank0"]}, replace(node.budget(1), gpu_of_ranks=(10 * GIB, 60 * GIB))
+    assert list(fitting(needs, budget, node.setup.options, None, 0)) == ["rank0"]
 
 
 def test_a_quantised_checkpoint_is_refused(tmp_path):
@@ -202,14 +209,16 @@ def test_the_sizes_are_those_of_the_weights(tmp_path):
 
 def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
     network = ToyNetwork(tmp_path / "no such folder")
-    room = factory.memory_budget(setup())
-    monkeypatch.setattr(factory, "memory_budget", lambda *_: replace(room, host=1000))
+    budget = factory.memory_budget(setup())
+    monkeypatch.setattr(factory, "memory_budget", lambda *_: replace(budget, host=1000))
     for name in ("replicated", "cpu", "streamed", "balanced", "rank0", "swap", "sharded"):
         with pytest.raises(UserError, match=rf"teacher\.placement {name} takes"):
             open_teacher(network, setup(placement=name))
 
 
-@pytest.mark.parametrize("name", [name for name in RULES if name not in (*QUANTIZED_PLACEMENTS, "custom", "cached")])
+@pytest.mark.parametrize(
+    "name", [spec.name for spec in PLACEMENTS.values() if "int8" not in spec.quantizations and spec.memory is not None]
+)
 def test_int8_is_refused_where_it_would_be_wrong(name):
     with pytest.raises(
         UserError, match=rf"quantization is int8 and teacher\.placement {name}: .* replicated or balanced"

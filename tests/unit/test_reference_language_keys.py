@@ -100,7 +100,7 @@ NO_CHANGE: dict[str, Any] = {
     TEMPERATURE: 2.0,
     "task.losses.features.weight": 0.0,
     "student": {"num_layers": 1},
-    "teacher.placement": "cpu",
+    "teacher.placement": "disk",
     "teacher.read_threads": 2,
     "data.split": "train-of-a-file",
     "cache.k": 4,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
 from torch import Tensor, nn
 
+from distiller.config.placements.shared_options import FileReadingOptions, PinnedMemoryOptions
+from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.device_map.device_hooks import DeviceCopies, OnloadedWeights, attach_hooks
 from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
@@ -31,10 +35,23 @@ MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
 """(module without weights, its blocks, bytes that each device number has for it) -> device map."""
 
 
+@dataclass(frozen=True)
+class MapRule:
+    """How a placement makes device maps; `given` is the map, for every module, where the recipe has it."""
+
+    make: MakeMap
+    given: DeviceMap | None = None
+
+    @property
+    def allows_disk(self) -> bool:
+        """Whether maps may hold `disk`; otherwise that is what found no device."""
+        return self.given is not None and "disk" in self.given.values()
+
+
 class DeviceMapTeacher(Teacher):
     """Weights that the node's ranks share, and hooks that run each rank's own forward passes on them.
 
-    Abstract: a placement passes the map.
+    A placement says by which rule its maps are made.
 
     On GPUs: partitions with a number are in that GPU's memory, which the node's first rank owns and the others map;
     those at `cpu` in host memory that all ranks map, from which each copies a block to its own GPU when it runs; those
@@ -42,15 +59,11 @@ class DeviceMapTeacher(Teacher):
     that host memory.
     """
 
-    def __init__(self, network: Network, setup: Setup, make_map: MakeMap, allows_disk: bool = False) -> None:
-        """Communicates. Raises UserError before any weight is read.
-
-        Args:
-            make_map: called on the node's first rank for one module after the other, with the bytes left by device.
-            allows_disk: whether the map may hold `disk`; otherwise `disk` marks what fits on no device.
-        """
+    def __init__(self, network: Network, setup: Setup) -> None:
+        """Communicates. Raises UserError before any weight is read."""
         self._network, self._ranks, self._device = network, setup.ranks, _with_index(setup.ranks.device)
-        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main or allows_disk)
+        rule = self.map_rule(setup.options)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main or rule.allows_disk)
         for plan in plans:
             separate_shared_names(plan)
         self._modules = {plan.name: plan.module for plan in plans}
@@ -59,7 +72,7 @@ class DeviceMapTeacher(Teacher):
 
         def make_maps() -> list[DeviceMap]:
             budgets = budgets_of_devices(setup.ranks, setup.reserved_bytes, self._gpus_of_ranks)
-            packing = pack(plans, make_map, budgets, allows_disk)
+            packing = pack(plans, rule.make, budgets, rule.allows_disk)
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
 
@@ -69,12 +82,13 @@ class DeviceMapTeacher(Teacher):
 
         from_host = [group for group in onloaded if group.location == "cpu"]
         from_disk = [group for group in onloaded if group.location == "disk"]
-        self._shared = SharedWeights.make(resident + from_host, self._files, setup.ranks, setup.options.pin_memory)
+        pin_memory = PinnedMemoryOptions.of(setup.options).pin_memory
+        self._shared = SharedWeights.make(resident + from_host, self._files, setup.ranks, pin_memory)
         self._meta_bindings = [Binding(self._modules[group.module_name], group.bound) for group in resident]
         for i, group in enumerate(resident):
             Binding(self._modules[group.module_name], group.bound, self._shared.group_bytes(i)).bind()
         sources = [(group.stored, self._files[group.module_name]) for group in from_disk]
-        self._reader = FileReader(sources, setup.options.read_threads) if sources else None
+        self._reader = FileReader(sources, FileReadingOptions.of(setup.options).read_threads) if sources else None
         self._staging = staging_buffer([unit for unit, _ in sources], self._device)
         if self._reader is None:
             self._close_files()
@@ -91,6 +105,14 @@ class DeviceMapTeacher(Teacher):
                 if group.module_name == name
             }
             attach_hooks(module, partitions[name], self._device_of, weights, copies, self._ticket_lock)
+
+    @staticmethod
+    @abstractmethod
+    def map_rule(options: TeacherOptions) -> MapRule:
+        """How maps are made: on the node's first rank, for one module after the other, with what each device has left.
+
+        Reads no weights.
+        """
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         """As `Teacher.predict`. The ranks take turns on the GPUs: their streams wait for each other, not the host."""

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from distiller.config.placements.sharded import ShardedOptions
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.teachers.base import Network, Setup
@@ -31,7 +32,7 @@ class FullyShardedModules(Shards):
     def __init__(self, network: Network, setup: Setup) -> None:
         """Communicates. Raises UserError before any weight is read."""
         _check(setup)
-        ranks, options = setup.ranks, setup.options
+        ranks, options = setup.ranks, ShardedOptions.of(setup.options)
         self._device, self._host = ranks.device, None
         plans = plan_modules(network, setup, is_reader=ranks.is_main)
         self.modules = {plan.name: plan.module for plan in plans}
@@ -125,8 +126,9 @@ def _split(plan: ModulePlan, mesh: DeviceMesh, policy: OffloadPolicy) -> None:
 
 
 def _check(setup: Setup) -> None:
-    assert setup.options.offload != "nvme", "rules.check_placement refuses it"
-    if setup.options.offload == "cpu" and setup.ranks.world_size == 1 and setup.ranks.device.type == "cuda":
+    offload = ShardedOptions.of(setup.options).offload
+    assert offload != "nvme", "its specification refuses it"
+    if offload == "cpu" and setup.ranks.world_size == 1 and setup.ranks.device.type == "cuda":
         raise UserError(
             "teacher.offload is cpu and one process runs, which has nobody to share with; use "
             "teacher.placement=streamed, which keeps the weights in host memory and copies blocks ahead of use"

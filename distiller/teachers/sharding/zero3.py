@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distiller.config.placements.sharded import ShardedOptions
 from distiller.launch.asynchronous_io import check_asynchronous_io
 from distiller.storage.packaged_files import launch_files_dir
 from distiller.storage.swap_folder import SwapFolder
@@ -43,7 +44,7 @@ class Zero3Modules(Shards):
 
         self._folder: SwapFolder | None = None
         self._swapper: Any = None
-        if setup.options.offload == "nvme":
+        if ShardedOptions.of(setup.options).offload == "nvme":
             self._folder = setup.ranks.all_succeed(lambda: _swap_folder(setup))
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
         self._config = _read_config(plans, setup, self._folder)
@@ -110,12 +111,12 @@ class Zero3Modules(Shards):
 
 def _read_config(plans: Sequence[ModulePlan], setup: Setup, folder: SwapFolder | None) -> dict[str, Any]:
     """The packaged configuration of the teacher's engine, complete."""
-    file = launch_files_dir() / "ds_configs" / CONFIG_FILES[setup.options.offload]
+    file = launch_files_dir() / "ds_configs" / CONFIG_FILES[ShardedOptions.of(setup.options).offload]
     config = json.loads(file.read_text(encoding="utf-8"))
     offload = config["zero_optimization"].get("offload_param", {})
     shapes = [entry.shape for plan in plans for unit in plan.units for entry in unit.entries if entry.is_parameter]
     filled = {
-        "pin_memory": setup.options.pin_memory,
+        "pin_memory": ShardedOptions.of(setup.options).pin_memory,
         "nvme_path": str(folder.path) if folder is not None else None,
         "buffer_size": max(-(-math.prod(shape) // setup.ranks.world_size) for shape in shapes),
     }
@@ -125,4 +126,4 @@ def _read_config(plans: Sequence[ModulePlan], setup: Setup, folder: SwapFolder |
 
 def _swap_folder(setup: Setup) -> SwapFolder:
     check_asynchronous_io("teacher.offload=nvme", "teacher.placement=disk")
-    return SwapFolder(Path(setup.options.nvme_path or "").expanduser())
+    return SwapFolder(Path(ShardedOptions.of(setup.options).nvme_path or "").expanduser())

@@ -1,0 +1,37 @@
+"""`balanced`: one copy a node, about equal shares of it on each of the node's GPUs."""
+
+from __future__ import annotations
+
+from distiller.config.placements.base import (
+    Footprint,
+    PlacementOptions,
+    PlacementSpec,
+    Sizes,
+    SpeedRank,
+    SupportRow,
+    World,
+)
+
+
+class BalancedOptions(PlacementOptions):
+    """No keys of its own."""
+
+
+def _memory(sizes: Sizes, options: BalancedOptions, world: World) -> Footprint:
+    del options
+    if not world.num_gpus:
+        return Footprint(0, sizes.total)
+    return Footprint(sizes.total // world.num_gpus + sizes.largest_block, 0)
+
+
+SPEC = PlacementSpec(
+    name="balanced",
+    teacher_class="distiller.teachers.balanced:BalancedTeacher",
+    options=BalancedOptions,
+    row=SupportRow("its part of one copy", "none", "turns on the GPUs"),
+    memory=_memory,
+    speed=SpeedRank(on_gpus=40, one_process=20, on_cpus=20),
+    is_auto_candidate=True,
+    uses_device_map=True,
+    quantizations=("none", "int8"),
+)

@@ -1,0 +1,33 @@
+"""`sequential`: one copy a node, which fills one GPU after the other."""
+
+from __future__ import annotations
+
+from distiller.config.placements.base import (
+    Footprint,
+    PlacementOptions,
+    PlacementSpec,
+    Sizes,
+    SpeedRank,
+    SupportRow,
+    World,
+)
+
+
+class SequentialOptions(PlacementOptions):
+    """No keys of its own."""
+
+
+def _memory(sizes: Sizes, options: SequentialOptions, world: World) -> Footprint:
+    del options
+    return Footprint(sizes.total // world.num_gpus, 0) if world.num_gpus else Footprint(0, sizes.total)
+
+
+SPEC = PlacementSpec(
+    name="sequential",
+    teacher_class="distiller.teachers.sequential:SequentialTeacher",
+    options=SequentialOptions,
+    row=SupportRow("its part of one copy", "none", "as balanced"),
+    memory=_memory,
+    speed=SpeedRank(on_gpus=60, one_process=30, on_cpus=40),
+    uses_device_map=True,
+)

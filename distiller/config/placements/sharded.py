@@ -1,0 +1,66 @@
+"""`sharded`: every rank holds its share of each tensor, on its device or off it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pydantic import Field
+
+from distiller.config.placements.base import Footprint, PlacementSpec, Sizes, SpeedRank, SupportRow, World
+from distiller.config.placements.shared_options import PinnedMemoryOptions
+from distiller.config.sections import Location
+from distiller.errors import UserError
+
+
+class ShardedOptions(PinnedMemoryOptions):
+    """Where the shares are while no forward pass needs them."""
+
+    offload: Literal["none", "cpu", "nvme"] = Field(default="none", description="where the shards wait")
+    nvme_path: Location | None = Field(default=None, description="a folder on a local disk, for offload nvme")
+
+
+def _check_options(options: ShardedOptions) -> None:
+    if options.offload == "nvme" and options.nvme_path is None:
+        raise ValueError("teacher.offload=nvme needs teacher.nvme_path; give a folder on a local disk")
+
+
+def _check_world(options: ShardedOptions, num_processes: int, under_deepspeed: bool) -> None:
+    del num_processes
+    if options.offload == "nvme" and not under_deepspeed:
+        raise UserError(
+            "teacher.offload is nvme, which only DeepSpeed does, and the student's engine is not DeepSpeed; use a ZeRO "
+            "launch file, or teacher.offload=cpu, or teacher.placement=disk"
+        )
+
+
+def _memory(sizes: Sizes, options: ShardedOptions, world: World) -> Footprint:
+    # While a block computes, the next one is gathered.
+    gathered = 2 * sizes.largest_block
+    if not world.num_gpus:
+        return Footprint(0, sizes.total + gathered * world.num_local_ranks)
+    if options.offload == "none":
+        return Footprint(sizes.total // world.num_processes + sizes.rest + gathered, 0)
+    in_host_memory = sizes.total * world.num_local_ranks // world.num_processes if options.offload == "cpu" else 0
+    return Footprint(sizes.rest + gathered, in_host_memory)
+
+
+def _alone(options: ShardedOptions, num_gpus: int) -> Mapping[str, object]:
+    """There is nobody to share with: shares that waited in host memory or on a disk are streamed from there."""
+    on_gpus = "balanced" if num_gpus > 1 else "replicated"
+    return {"placement": {"none": on_gpus, "cpu": "streamed", "nvme": "disk"}[options.offload]}
+
+
+SPEC = PlacementSpec(
+    name="sharded",
+    teacher_class="distiller.teachers.sharded:ShardedTeacher",
+    options=ShardedOptions,
+    row=SupportRow("1/N, and one block or two", "none, or 1/N a rank", "every block, gathered", "FSDP2", "ZeRO-3"),
+    memory=_memory,
+    speed=SpeedRank(on_gpus=30, one_process=50, on_cpus=50),
+    why_not_quantized="int8 weights inside ZeRO-3 or FSDP give wrong numbers, silently",
+    check_options=_check_options,
+    check_world=_check_world,
+    alone=_alone,
+    paths=("nvme_path",),
+)

@@ -1,0 +1,49 @@
+"""Keys that several placements read, a class for each group. Descriptions name no placement: that is derived."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from distiller.config.placements.base import PlacementOptions, Sizes
+from distiller.config.sections import NonNegative, Positive, Switch
+
+
+class PinnedMemoryOptions(PlacementOptions):
+    """Of placements that copy from host memory to a GPU."""
+
+    pin_memory: Switch = Field(
+        default=True, description="of host memory that a GPU copies from; false is several times slower"
+    )
+
+
+class BlockBufferOptions(PlacementOptions):
+    """Of placements whose blocks pass through a few buffers on each GPU."""
+
+    ring_blocks: Annotated[Positive, Field(ge=2)] = Field(
+        default=3, description="blocks on the GPU at a time, one in use and the others on their way"
+    )
+    resident_blocks: NonNegative | Literal["auto"] = Field(
+        default=0, description="blocks that stay on the GPU; auto = what the student leaves room for"
+    )
+    amortise: Switch = Field(default=True, description="all micro-batches of an update pass a block while it is there")
+
+    def device_bytes(self, sizes: Sizes) -> int:
+        """Bytes on the device: what is outside of blocks, resident blocks, and the buffers."""
+        resident = self._num_resident(sizes)
+        return sizes.rest + (resident + min(self.ring_blocks, sizes.num_blocks - resident)) * sizes.largest_block
+
+    def passing_bytes(self, sizes: Sizes) -> int:
+        """Bytes of the blocks that pass through the buffers."""
+        return sizes.total - sizes.rest - self._num_resident(sizes) * sizes.largest_block
+
+    def _num_resident(self, sizes: Sizes) -> int:
+        # `auto` gives them what is left once the placement fits.
+        return 0 if self.resident_blocks == "auto" else min(self.resident_blocks, sizes.num_blocks)
+
+
+class FileReadingOptions(PlacementOptions):
+    """Of placements that read weights from files while they are in use."""
+
+    read_threads: Positive = Field(default=4, description="files read ahead by so many threads a rank")
