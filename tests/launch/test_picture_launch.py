@@ -14,8 +14,8 @@ import yaml
 from tests import toy_pictures, toys
 from tests.launch.launching import CONFIGS, ROOT, Result, free_port, launch, start
 
-# What fast tests cover of it: tests/launch/test_launch_files.py (two launched ranks), tests/distributed/test_spread.py (a
-# teacher over two ranks), tests/unit/test_picture_training.py (these families' losses and samples).
+# Fast tests of its parts: tests/launch/test_launch_files.py (two launched ranks), tests/distributed/test_spread.py (a
+# teacher over two ranks), tests/unit/test_picture_training.py (losses and samples of these families).
 pytestmark = pytest.mark.slow
 
 FEATURES = {
