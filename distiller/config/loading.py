@@ -7,7 +7,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -162,7 +162,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
     return key
 
 
-def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
+def _drop_alternatives(data: dict[str, Any], given: set[str]) -> None:
     """Removes the file's alternatives to an override: `student.num_layers=4` replaces `student.config`."""
     for ways in ALTERNATIVES:
         chosen = [way for way in ways if given.intersection(way)]

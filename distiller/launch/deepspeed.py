@@ -131,7 +131,9 @@ def _fill_auto_sizes(zero: dict[str, Any]) -> None:
 
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
     """DeepSpeed's settings, after the recipe's values were written in."""
-    return accelerator.state.deepspeed_plugin.deepspeed_config
+    plugin = accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    return plugin.deepspeed_config
 
 
 def offloaded_parts(accelerator: Accelerator) -> Offload:

@@ -4,6 +4,8 @@ They lie in a page of host memory that every rank and every GPU maps. What waits
 and no process.
 """
 
+# Attributes that the libraries set at run time, which their stubs lack.
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import torch

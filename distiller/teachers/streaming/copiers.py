@@ -1,5 +1,7 @@
 """The ways in which a block gets into a slot of the ring: from host memory, shared among ranks, or from files."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections import deque

@@ -5,6 +5,8 @@ die; and it is not bounded by /dev/shm, of which a container gets 64 MiB by defa
 one's descriptor, a named file takes its place for as long as the ranks need to map it.
 """
 
+# Attributes that the libraries set at run time, which their stubs lack.
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import mmap

