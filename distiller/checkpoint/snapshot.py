@@ -1,5 +1,7 @@
 """A copy of this rank's pieces in host memory, which a thread can write while training goes on."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import hashlib

@@ -7,7 +7,7 @@ Importing this module does not import torch.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -169,7 +169,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
     return key
 
 
-def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
+def _drop_alternatives(data: dict[str, Any], given: set[str]) -> None:
     """Removes the file's alternatives to an override: `student.num_layers=4` replaces `student.config`."""
     for ways in ALTERNATIVES:
         chosen = [way for way in ways if given.intersection(way)]
@@ -250,21 +250,21 @@ def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
 def _first_problem(error: ValidationError) -> tuple[str, str]:
     """The first wrong key, and one line on it: what stands there, and every form that it may have."""
     problems = error.errors(include_url=False)
-    place = _place(problems[0])
+    location = _location(problems[0])
     # Each member of a union reports its own error; those at the deepest location are the most specific.
-    same = [problem for problem in problems if _place(problem)[: len(place)] == place]
+    same = [problem for problem in problems if _location(problem)[: len(location)] == location]
     deepest = max(len(problem["loc"]) for problem in same)
     same = [problem for problem in same if len(problem["loc"]) == deepest]
-    place, first = _place(same[0]), same[0]
-    if first["type"] == "missing" and isinstance(place[-1], str):
-        return _dotted(place), f"the key '{_dotted(place)}' is missing; add it"
+    location, first = _location(same[0]), same[0]
+    if first["type"] == "missing" and isinstance(location[-1], str):
+        return _dotted(location), f"the key '{_dotted(location)}' is missing; add it"
     if first["type"] == "missing":
-        key = _dotted(place[:-1])
+        key = _dotted(location[:-1])
         return key, f"{key}: given {shown(first['input'])}, which has too few items"
     if first["type"] == "value_error":
-        return _dotted(place), first["msg"].removeprefix("Value error, ")
+        return _dotted(location), first["msg"].removeprefix("Value error, ")
     rules = dict.fromkeys(_rule(problem) for problem in same)
-    key = _dotted(place)
+    key = _dotted(location)
     return key, f"{key}: given {shown(first['input'])}; it must be {' or '.join(rules)}"
 
 
@@ -288,7 +288,7 @@ def _rule(problem: Mapping[str, Any]) -> str:
     return rule.format(**problem.get("ctx", {})) if rule else problem["msg"].removeprefix("Input should be ")
 
 
-def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
+def _location(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
     """The key of the problem, without the names of union members that pydantic adds to it."""
     return tuple(
         part
@@ -297,5 +297,5 @@ def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
     )
 
 
-def _dotted(place: Sequence[str | int]) -> str:
-    return ".".join(str(part) for part in place)
+def _dotted(location: Sequence[str | int]) -> str:
+    return ".".join(str(part) for part in location)

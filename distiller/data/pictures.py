@@ -1,5 +1,7 @@
 """Picture files as pixels: the one reader of the diffusion task's images and of classifiers' pictures."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections import Counter

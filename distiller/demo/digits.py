@@ -11,6 +11,9 @@ seven". This module holds what its training, the quick start and the evaluation 
 Everything here is deterministic and needs neither torch nor a download.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 import functools
 import itertools
 import random

@@ -1,5 +1,7 @@
 """The VAE of pictures that several families share."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -1,5 +1,7 @@
 """Which texts lose their end because a pipeline's tokenizers keep only so many tokens of each."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from collections import Counter

@@ -1,5 +1,7 @@
 """Diffusion with a table of alphas: x_t keeps its variance, and the network predicts the noise, or v."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import warnings

@@ -17,7 +17,7 @@ _PARENT = os.getppid()
 """The process that started this one, if it still ran when this module was imported."""
 
 PARENT_GONE = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM
-"""The signal that the kernel sends when the launcher dies; on Linux one that nothing else uses."""
+"""Sent by the kernel when the launcher dies. On Linux not one of `STOP_SIGNALS`, a second of which ends the process."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop; from launchers, keyboards, terminals and batch systems."""

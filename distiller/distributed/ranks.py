@@ -54,11 +54,11 @@ class Ranks:
         first = rank - int(os.environ.get("LOCAL_RANK", rank))
         world_group = node_group = None
         if world_size > 1:
-            world_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            world_group = _new_gloo_group(None)
         # Every rank takes part in making every group.
         for start in range(0, world_size, local_world_size):
             members = list(range(start, min(start + local_world_size, world_size)))
-            group = dist.new_group(members, backend="gloo", timeout=PATIENCE) if len(members) > 1 else None
+            group = _new_gloo_group(members) if len(members) > 1 else None
             if rank in members:
                 node_group = group
         return Ranks(device, rank, world_size, rank - first, local_world_size, world_group, node_group)
@@ -169,6 +169,12 @@ class _Failure:
         if self.is_user_error:
             return AgreedUserError(self.text)
         return AgreedError(self.text if rank is None else f"rank {rank}: {self.text}")
+
+
+def _new_gloo_group(members: list[int] | None) -> dist.ProcessGroup | None:
+    """A group of these ranks (None: all); None on ranks outside of it. Communicates; every rank calls it."""
+    group = dist.new_group(members, backend="gloo", timeout=PATIENCE)
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def _failure_of(error: Exception | None) -> _Failure | None:

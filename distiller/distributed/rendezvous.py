@@ -4,6 +4,8 @@ When a rank ends, its launcher ends the ranks of that machine only; the other ma
 an hour. So ranks report through the launchers' store that they are ready, or why they will not come.
 """
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import json

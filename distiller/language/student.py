@@ -1,5 +1,7 @@
 """The student model: from a config, from a saved model, or cut out of the teacher."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import copy

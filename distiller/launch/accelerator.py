@@ -17,6 +17,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
+from accelerate.utils.dataclasses import KwargsHandler
 
 from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
@@ -79,7 +80,9 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
     sharded = None if fsdp is None else fsdp_plugin(fsdp, wrap(fsdp), precision, on_cpu, notices)
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
-    handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
+    handlers: list[KwargsHandler] = (
+        [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
+    )
     choose_interface()
     exchange_settings(config_to_compare(recipe, {"the precision": precision, **_engine_settings(plugin, fsdp)}))
     accelerator = Accelerator(

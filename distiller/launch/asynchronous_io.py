@@ -19,7 +19,8 @@ def check_asynchronous_io(what: str, instead: str) -> None:
         what: the setting that needs it, for the message.
         instead: a launch file that works without it, for the message.
     """
-    from deepspeed.ops.op_builder import AsyncIOBuilder
+    # deepspeed fills the namespace of this module at import.
+    from deepspeed.ops.op_builder import AsyncIOBuilder  # pyright: ignore[reportAttributeAccessIssue]
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
         raise UserError(

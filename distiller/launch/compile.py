@@ -45,4 +45,6 @@ def dynamo_plugin(recipe: Recipe, options: Mapping[str, Any]) -> TorchDynamoPlug
     """Accelerate's plugin: from the launch file where it asks for compilation, else from the recipe."""
     if recipe.train.compile in ("auto", "none") or options.get("dynamo_backend") not in (None, "no", "NO"):
         return TorchDynamoPlugin()
-    return TorchDynamoPlugin(backend="inductor", mode=recipe.train.compile, use_regional_compilation=True)
+    # The plugin turns the name into a DynamoBackend.
+    backend: Any = "inductor"
+    return TorchDynamoPlugin(backend=backend, mode=recipe.train.compile, use_regional_compilation=True)

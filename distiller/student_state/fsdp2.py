@@ -1,5 +1,7 @@
 """FSDP2: each parameter is a DTensor, of which every rank holds consecutive rows."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math

@@ -1,5 +1,7 @@
 """The moving average of the student's weights, in pieces: every rank averages what it holds."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence

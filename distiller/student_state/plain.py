@@ -1,5 +1,7 @@
 """One process, or DDP: every rank holds everything, and a share of it is its own to save and to average."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Iterator

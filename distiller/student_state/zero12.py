@@ -5,6 +5,8 @@ ranks. A parameter's `_hp_mapping` says which of its elements this rank's partit
 through the middle of it.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Iterator

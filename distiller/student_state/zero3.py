@@ -4,6 +4,8 @@ A rank's runs of many parameters lie end to end in the flat float32 tensor of a 
 layout; each in GPU memory, in host memory, or in a file from which whole sub-groups are swapped in.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections.abc import Iterator

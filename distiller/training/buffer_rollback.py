@@ -36,7 +36,7 @@ class BufferRollback:
                 # FSDP1 may move buffers in its first forward pass. torch.where, not a product, which would keep NaN.
                 kept = torch.where(is_skipped.to(current.device) > 0, before.to(current.device, current.dtype), current)
                 parts = kept.split([buffer.numel() for buffer in buffers])
-                torch._foreach_copy_(
+                torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
                     buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
                 )
                 self._groups[i] = (buffers, kept)

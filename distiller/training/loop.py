@@ -286,7 +286,9 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     # ru_maxrss is in KiB on Linux.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     local = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
-    step_ms, gpu_gib, teachers_gib, hosts_gib = run.accelerator.gather(local.unsqueeze(0)).cpu().T.tolist()
+    gathered = run.accelerator.gather(local.unsqueeze(0))
+    assert isinstance(gathered, Tensor)
+    step_ms, gpu_gib, teachers_gib, hosts_gib = gathered.cpu().T.tolist()
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
     under_deepspeed = run.engine.startswith("deepspeed")

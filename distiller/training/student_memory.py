@@ -17,9 +17,9 @@ def gpu_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     """
     count, average = world.accelerator.num_processes, _average_bytes(recipe)
     if world.fsdp is not None:
-        held = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS + average
+        sharded = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS + average
         gathered = WEIGHTS * (not world.fsdp.shards_weights) + GRADIENTS * (world.accumulation_steps > 1)
-        return int(num_parameters * (held * world.fsdp.num_replicas / count + gathered))
+        return int(num_parameters * (sharded * world.fsdp.num_replicas / count + gathered))
     shards = {"deepspeed-zero1": (1, 1, 0), "deepspeed-zero2": (1, 0, 0), "deepspeed-zero3": (0, 0, 0)}
     whole = shards.get(world.engine.removesuffix("-offload"), (1, 1, 1))
     if world.offload.is_any:
@@ -41,11 +41,11 @@ def host_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     count, average = world.accelerator.num_processes, _average_bytes(recipe)
     snapshot = (WEIGHTS + MOMENTS + average) / count
     if world.fsdp is not None:
-        held = (WEIGHTS + GRADIENTS + MOMENTS + average) * world.fsdp.offloads * world.fsdp.num_replicas
+        sharded = (WEIGHTS + GRADIENTS + MOMENTS + average) * world.fsdp.offloads * world.fsdp.num_replicas
     else:
-        held = (WEIGHTS + GRADIENTS + MOMENTS) * (world.offload.optimizer == "cpu")
-        held += WEIGHTS * (world.offload.parameters == "cpu") + average * (world.offload.optimizer != "none")
-    return int(num_parameters * (held / count + snapshot))
+        sharded = (WEIGHTS + GRADIENTS + MOMENTS) * (world.offload.optimizer == "cpu")
+        sharded += WEIGHTS * (world.offload.parameters == "cpu") + average * (world.offload.optimizer != "none")
+    return int(num_parameters * (sharded / count + snapshot))
 
 
 def _average_bytes(recipe: Recipe) -> int:

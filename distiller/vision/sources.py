@@ -1,5 +1,7 @@
 """Where pictures come from: a folder for each class, a saved data set, or a packaged one."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import os

@@ -1,5 +1,7 @@
 """The student classifier: from a config, a folder, or the teacher's own layers; and what is trained beside it."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import os

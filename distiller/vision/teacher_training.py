@@ -1,5 +1,7 @@
 """The stage that trains a teacher on the labels, where a recipe's teacher is a config without weights."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math

@@ -7,6 +7,8 @@ is no teacher, so steps are shorter than a run's and a save weighs more. Rounds 
 other on one student. "in the loop" is what `save` itself takes: the copy to host memory, and waiting for a save before.
 """
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import argparse

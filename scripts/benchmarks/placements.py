@@ -8,6 +8,8 @@ Times are means over the timed steps, without a synchronisation between them. `s
 (`.to("cuda")`, `.to("cpu")` each step, pageable), and diffusers' group offload, stand in the same table.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import argparse

@@ -11,6 +11,8 @@ loss is the last step's, which is equal under every engine but for rounding. `--
 process holds all but so much of each while the rows run.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import argparse

@@ -47,7 +47,7 @@ def test_two_processes_equal_one(toy, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in ENGINES if name not in ("cpu", "cpu_2proc")])
+@pytest.mark.parametrize("name", [name for name in ENGINES if name != "cpu_2proc"])
 def test_every_engine_equals_one_process(toy, reference, name):
     """Stages included: under ZeRO-3 the text encoder was once partitioned over ranks of which one had loaded it."""
     check(toy, reference, name, f"cache_dir={toy / name}-cache")
@@ -155,10 +155,12 @@ def changed(toy: Path, name: str, **changes) -> Path:
 @pytest.mark.parametrize(
     ("name", "changes", "words"),
     [
-        (
+        pytest.param(
             "cpu_2proc",
             {"distributed_type": "MULTI_CPU"},
             ["starts one process without mpirun", "num_processes is 2", "MULTI_GPU"],
+            # tests/unit/test_launch_rules.py checks the message without a launch.
+            marks=pytest.mark.slow,
         ),
         pytest.param("zero2", {"use_cpu": True}, ["use_cpu", "drop DeepSpeed"], marks=pytest.mark.slow),
     ],

@@ -14,6 +14,10 @@ import yaml
 from tests import toy_pictures, toys
 from tests.launch.launching import CONFIGS, ROOT, Result, free_port, launch, start
 
+# Fast tests of its parts: tests/launch/test_launch_files.py (two launched ranks), tests/distributed/test_spread.py (a
+# teacher over two ranks), tests/unit/test_picture_training.py (losses and samples of these families).
+pytestmark = pytest.mark.slow
+
 FEATURES = {
     "sd3": {"weight": 0.1, "student_blocks": [0], "teacher_blocks": [2]},
     "sd": {"weight": 0.1, "student_blocks": [1], "teacher_blocks": [2]},
@@ -44,15 +48,15 @@ def folder_of(tmp_path_factory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.mark.parametrize("kind", [pytest.param("sd3", marks=pytest.mark.slow), "sd"])
+@pytest.mark.parametrize("kind", ["sd3", "sd"])
 @pytest.mark.parametrize(
     ("config", "engine"),
     [
         ("cpu_2proc.yaml", "ddp"),
-        pytest.param("fsdp2.yaml", "fsdp2", marks=pytest.mark.slow),
-        pytest.param("fsdp1.yaml", "fsdp1", marks=pytest.mark.slow),
-        pytest.param("zero2.yaml", "deepspeed-zero2", marks=pytest.mark.slow),
-        pytest.param("zero3.yaml", "deepspeed-zero3", marks=pytest.mark.slow),
+        ("fsdp2.yaml", "fsdp2"),
+        ("fsdp1.yaml", "fsdp1"),
+        ("zero2.yaml", "deepspeed-zero2"),
+        ("zero3.yaml", "deepspeed-zero3"),
     ],
 )
 def test_two_processes_train_one_s_student(folder_of, kind, config, engine):
@@ -64,7 +68,6 @@ def test_two_processes_train_one_s_student(folder_of, kind, config, engine):
     toys.assert_same_run(run_dir, folder_of(kind) / "reference")
 
 
-@pytest.mark.slow
 def test_two_runs_at_once_draw_one_rollout(folder_of, tmp_path):
     """Of two ranks each: neither destroys the other's shards, and both train on the same."""
     folder, options = folder_of("sd"), ["train.batch_size=2", "train.samples_per_update=8"]

@@ -1,5 +1,7 @@
 """`UNet2DConditionModel`: blocks down, in the middle and up again, with connections that skip those between."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Mapping

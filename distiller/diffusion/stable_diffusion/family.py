@@ -1,5 +1,7 @@
 """`StableDiffusionPipeline`: Stable Diffusion 1 and 2 and what was made of them."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

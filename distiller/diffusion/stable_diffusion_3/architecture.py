@@ -1,5 +1,7 @@
 """`SD3Transformer2DModel`: blocks in a row in which the tokens of picture and text attend to each other."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Mapping

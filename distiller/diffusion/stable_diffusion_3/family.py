@@ -1,5 +1,7 @@
 """`StableDiffusion3Pipeline`: Stable Diffusion 3 and 3.5, with or without their third text encoder."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math

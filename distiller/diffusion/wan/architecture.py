@@ -1,5 +1,7 @@
 """`WanTransformer3DModel`: blocks in a row over patches of a video, cross-attention to text of any length."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import math

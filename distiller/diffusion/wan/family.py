@@ -1,5 +1,7 @@
 """`WanPipeline`: Wan 2.1 (one transformer) and Wan 2.2 (two experts), text to image or to video."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

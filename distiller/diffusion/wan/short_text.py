@@ -8,6 +8,9 @@ and a single zero row are enough. For small models and short prompts that is sev
 Shape suffixes: B batch, L rows of text, D width of the text encoder.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportPrivateImportUsage=false
+
 import math
 import threading
 from typing import cast

@@ -1,5 +1,7 @@
 """Wan's VAE, whose latents are normalised channel by channel."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import torch

@@ -1,5 +1,7 @@
 """Documents become tokens, and it is said of every token whether it is learnt."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import os

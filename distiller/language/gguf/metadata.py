@@ -5,6 +5,8 @@ scaled rotary positions, sliding windows, caps of logits, widths of heads. Names
 llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py).
 """
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping

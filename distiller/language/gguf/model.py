@@ -4,6 +4,8 @@ What it is (config, tokenizer) is converted at once and without its weights, so 
 it; the weights follow when they are needed.
 """
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import importlib

@@ -1,5 +1,7 @@
 """The tensors of a GGUF file, as far as they say what its model is; and that none of them is left out."""
 
+# Names that the libraries import lazily, or from C, without exporting them in their stubs.
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import importlib

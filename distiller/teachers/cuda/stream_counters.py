@@ -3,6 +3,8 @@
 They are in host memory that every rank and every GPU maps. Only a stream waits: no multiprocessor and no process.
 """
 
+# Attributes that the libraries set at run time, which their stubs lack.
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 from typing import final

@@ -1,5 +1,7 @@
 """Accelerate's device maps (which part of a module is on which device), made by its functions or by the recipe."""
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import difflib

