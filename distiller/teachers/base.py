@@ -28,7 +28,7 @@ class Request:
         inputs: the network's inputs, batch first, on the caller's device.
         wanted: names of outputs; which ones exist is the network's to say (for example `prediction`,
             `unconditional`, `features/3`).
-        modules: which module each sample needs, as places in `Network.module_names`, known on the host; empty when
+        modules: which module each sample needs, as indices into `Network.module_names`, known on the host; empty when
             the network has one module.
         stored: the answer, where it was read from a cache beside the inputs.
     """
@@ -196,11 +196,11 @@ def _agreed_calls(network: Network, calls: Sequence[Call], ranks: Ranks) -> Modu
     for counts in ranks.gather(own):
         most |= counts
     agenda: ModuleCalls = [(name, []) for name in network.module_names]
-    for (number, wanted), count in sorted(most.items()):
-        name, of_module = agenda[number]
+    for (index, wanted), count in sorted(most.items()):
+        name, of_module = agenda[index]
         ours = [call for call in calls if call.module == name and call.wanted == wanted]
-        stand_ins = [replace(calls[0], module=name, wanted=wanted) for _ in range(count - len(ours))]
-        of_module += ours + stand_ins
+        repeated = [replace(calls[0], module=name, wanted=wanted) for _ in range(count - len(ours))]
+        of_module += ours + repeated
     return agenda
 
 

@@ -13,8 +13,8 @@ import torch
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher
 from distiller.teachers.disk import DiskTeacher
 
-SAMPLES_A_MODULE = 2
-MOST_LOOKED_AT = 64
+NUM_SAMPLES_PER_MODULE = 2
+MAX_SAMPLES_EXAMINED = 64
 """Samples among which those for each module are sought."""
 
 
@@ -46,11 +46,11 @@ def _choose(requests: Iterable[Request], num_modules: int) -> list[Request]:
     """The first two for each module."""
     counts: Counter[tuple[int, ...]] = Counter()
     chosen = []
-    for request in islice(requests, MOST_LOOKED_AT):
-        if counts[request.modules] < SAMPLES_A_MODULE:
+    for request in islice(requests, MAX_SAMPLES_EXAMINED):
+        if counts[request.modules] < NUM_SAMPLES_PER_MODULE:
             counts[request.modules] += 1
             chosen.append(request)
-        if len(chosen) == SAMPLES_A_MODULE * num_modules:
+        if len(chosen) == NUM_SAMPLES_PER_MODULE * num_modules:
             break
     return chosen
 

@@ -28,7 +28,7 @@ class Rank0Teacher(Teacher):
         self._network, self._micro_batch = network, options.micro_batch
         self._modules: dict[str, nn.Module] = {}
         plans = plan_modules(network, setup, is_reader=ranks.rank == options.rank)
-        # The others wait here, in a group that has patience, and not in the first exchange, which has none.
+        # The others wait here, in a group with a long time-out, and not in the first exchange, which has a short one.
         num_bytes = ranks.all_succeed(lambda: sum(self._load(plan, ranks.device) for plan in plans))
         self._memory = TeacherMemory(gpu_bytes=num_bytes)
         if ranks.device.type == "cpu":

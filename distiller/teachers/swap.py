@@ -1,4 +1,4 @@
-"""`teacher.placement: swap`: the teacher waits in host memory, and whole modules visit the device to answer.
+"""`teacher.placement: swap`: the teacher is in host memory, and a whole module is copied to the device to answer.
 
 What people do by hand with `.to("cuda")` and `.to("cpu")`, without the way back: frozen weights need not be copied out.
 """
@@ -41,9 +41,9 @@ class SwapTeacher(Teacher):
             # Before the weights are read: a driver that refuses should do so early.
             self._ranks.all_succeed(self._host.page_lock)
         pieces = iter([self._host.piece(index) for index in range(len(sizes))])
-        self._visitors = {plan.name: _Visitor(plan, [next(pieces) for _ in plan.units]) for plan in plans}
+        self._modules = {plan.name: _SwappedModule(plan, [next(pieces) for _ in plan.units]) for plan in plans}
         for plan in plans:
-            self._visitors[plan.name].fill(plan, self._ranks)
+            self._modules[plan.name].fill(plan, self._ranks)
             plan.close_files()
         self._num_bytes = self._host.num_bytes + sum(own_buffer_bytes(plan.module) for plan in plans)
 
@@ -57,24 +57,24 @@ class SwapTeacher(Teacher):
         if self._ranks.device.type == "cuda":
             # The last copies may still read from the memory that goes now.
             torch.cuda.synchronize(self._ranks.device)
-        self._visitors.clear()
+        self._modules.clear()
         self._host.close()
         self._num_bytes = 0
 
     def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         results = []
         for name, calls in agenda:
-            with self._visitors[name].on(self._ranks.device) as module:
+            with self._modules[name].on(self._ranks.device) as module:
                 results.append([self._network.run(module, call) for call in calls])
         return results
 
 
-class _Visitor:
-    """A module whose weights are in host memory, and on the meta device as far as the module knows."""
+class _SwappedModule:
+    """A module whose parameters are on the meta device, and their values in host memory, while it does not run."""
 
     def __init__(self, plan: ModulePlan, pieces: Sequence[Tensor]) -> None:
         self._module, self._units, self._pieces = plan.module, plan.units, pieces
-        self._away = [Binding(plan.module, unit) for unit in plan.units]
+        self._on_meta = [Binding(plan.module, unit) for unit in plan.units]
         self._own_buffers = [
             (child._buffers, name, buffer)
             for child in plan.module.modules()
@@ -103,7 +103,7 @@ class _Visitor:
                 table[name] = buffer.to(device)
             yield self._module
         finally:
-            for binding in self._away:
+            for binding in self._on_meta:
                 binding.bind()
             for table, name, buffer in self._own_buffers:
                 table[name] = buffer

@@ -1,4 +1,4 @@
-"""`swap`: the teacher waits in host memory, and whole modules come to the device to answer."""
+"""`swap`: the teacher is in host memory, and a whole module is copied to the device to answer."""
 
 from __future__ import annotations
 
