@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint.format import Spent
+from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due, is_time
@@ -86,7 +86,7 @@ class Outcome:
     """
 
     metrics: dict[str, Any]
-    spent: Spent
+    spent: SessionTotals
     lost: CheckpointError | None = None
 
 
@@ -175,7 +175,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
     return Outcome(metrics, _spent(run, timer), lost)
 
 
-def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: Spent) -> NoReturn:
+def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: SessionTotals) -> NoReturn:
     """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
     signals = [number for number in run.ranks.gather(requested) if number]
     guard.flush()
@@ -193,9 +193,9 @@ def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: Spe
     raise StoppedError(text, min(signals), is_agreed=True)
 
 
-def _spent(run: Run, timer: StepTimer) -> Spent:
+def _spent(run: Run, timer: StepTimer) -> SessionTotals:
     """What this session has taken so far."""
-    return Spent(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
+    return SessionTotals(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
 
 
 def _ask_teacher(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
