@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from distiller.config.loading import dump
 from distiller.config.recipe import Recipe
+from distiller.storage.durable_writes import write_durably
 
 TRACKING_FOLDER = "tracking"
 _RUN_FILE = "run.json"
@@ -43,9 +44,7 @@ class TrackedRun:
         """Into its folder, which it makes."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = (folder / _RUN_FILE).with_suffix(".tmp")
-        temporary.write_text(json.dumps(asdict(self)) + "\n", encoding="utf-8")
-        temporary.replace(folder / _RUN_FILE)
+        write_durably(folder / _RUN_FILE, json.dumps(asdict(self)) + "\n")
 
 
 def tracked_run(folder: Path) -> TrackedRun:
