@@ -42,8 +42,8 @@ from distiller.run_folder.output_dir import (
     is_finished_by_files,
 )
 from distiller.storage.durable_writes import missing_durability
+from distiller.student_state.factory import open_state
 from distiller.student_state.moving_average import MovingAverage
-from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
 from distiller.tasks.base import Task
 from distiller.tasks.interfaces import (

@@ -42,7 +42,7 @@ class ToyState(StudentState):
             size = torch.Size(shape).numel()
             start, stop = (size * rank // self._world_size for rank in (self._rank, self._rank + 1))
             if start < stop:
-                yield Piece(name, start, self.tensors[kind, name][start:stop], is_lasting=True)
+                yield Piece(name, start, self.tensors[kind, name][start:stop], is_persistent=True)
 
     def counters(self) -> Counters:
         return Counters(self.updates, {})

@@ -20,7 +20,7 @@ from distiller.config.recipe import Recipe
 from distiller.data import rng
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.distributed.ranks import Ranks
-from distiller.student_state.opening import open_state
+from distiller.student_state.factory import open_state
 from distiller.tasks.base import LossSum
 from distiller.tasks.interfaces import CacheableWhole
 from distiller.tasks.micro_batch import LiveCollation

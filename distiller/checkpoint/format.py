@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, final
 
 from distiller.student_state.base import Counters
 
@@ -17,16 +17,17 @@ StoredKind = Literal["weights", "exp_avg", "exp_avg_sq", "average"]
 FORMAT = "pieces-1"
 PROGRESS_FILE, LATEST_FILE = "progress.json", "latest"
 STEP_NAME = r"step-(0|[1-9]\d*)"
-"""What a checkpoint's folder is called, as a regular expression."""
+"""Regular expression for the name of a checkpoint's folder."""
 OLDER_NAMES = ("model.safetensors", "optimizer.pt", "engine", "average.safetensors", "scaler.json")
-"""What checkpoints held before there were pieces; `optimizer.pt` and the files in `engine` are pickles."""
+"""Files of checkpoints by older versions; `optimizer.pt` and the files in `engine` are pickles."""
 
 
+@final
 @dataclass(frozen=True)
 class Identity:
-    """What decides what an update computes (compared on resume), and where the pieces were cut (said).
+    """What determines an update's result (compared on resume), and how the student was sharded (engine, world_size).
 
-    `mixed_precision` and `teacher_dtype` are what `auto` came out as.
+    `mixed_precision` and `teacher_dtype` have `auto` resolved.
     """
 
     engine: str
@@ -38,15 +39,16 @@ class Identity:
     teacher_dtype: str
 
 
+@final
 @dataclass(frozen=True)
-class Spent:
-    """What the sessions of a run have taken: to the checkpoint that each was continued from, or to the run's end.
+class SessionTotals:
+    """Sums over the sessions of a run, each up to the checkpoint that the next one resumed from, or the run's end.
 
     Attributes:
-        wall_s: seconds from the start of each, all that comes before the loop included.
-        timed_steps, timed_s: the updates of which the throughput is told, and the loop's seconds for these.
-        failed_saves: checkpoints that were given up.
-        num_sessions: how many there were.
+        wall_s: seconds from each session's start, with all that comes before the loop.
+        timed_steps, timed_s: the updates that count for the throughput, and the loop's seconds for these.
+        failed_saves: checkpoints that could not be written.
+        num_sessions: number of sessions.
     """
 
     wall_s: float = 0.0
@@ -55,10 +57,11 @@ class Spent:
     failed_saves: int = 0
     num_sessions: int = 0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(*(ours + theirs for ours, theirs in zip(astuple(self), astuple(other), strict=True)))
+    def __add__(self, other: SessionTotals) -> SessionTotals:
+        return SessionTotals(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
+@final
 @dataclass(frozen=True)
 class StoredFile:
     """A complete file: its size, and the SHA-256 of its content in hexadecimal."""
@@ -67,9 +70,10 @@ class StoredFile:
     sha256: str
 
 
+@final
 @dataclass(frozen=True)
 class Progress:
-    """The content of progress.json; `shapes` are whole ones, in the module's order."""
+    """The content of progress.json; `shapes` are those of whole tensors, in the module's order."""
 
     step: int
     skipped_steps: int
@@ -77,17 +81,17 @@ class Progress:
     identity: Identity
     shapes: Mapping[str, tuple[int, ...]]
     files: Mapping[str, StoredFile]
-    spent: Spent = Spent()
+    spent: SessionTotals = SessionTotals()
 
 
 def dump_progress(progress: Progress) -> str:
-    """As JSON, with a digest of its own: a flipped bit in here is found like one in the tensors."""
+    """As JSON with a digest of its own, so that damage to it is found like damage to the tensors."""
     content = {"format": FORMAT, **asdict(progress)}
     return json.dumps({**content, "sha256": _digest_of(content)}, indent=1) + "\n"
 
 
 def parse_progress(text: str) -> Progress:
-    """ValueError with the reason where the text is not what `dump_progress` wrote."""
+    """Raises ValueError with the reason where the text is not what `dump_progress` wrote."""
     content = json.loads(text)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"its format is not {FORMAT}")
@@ -101,8 +105,8 @@ def parse_progress(text: str) -> Progress:
         identity=Identity(**content["identity"]),
         shapes={name: tuple(shape) for name, shape in content["shapes"].items()},
         files={name: StoredFile(**file) for name, file in content["files"].items()},
-        # Older ones do not tell.
-        spent=Spent(**content.get("spent", {})),
+        # Older files do not have it.
+        spent=SessionTotals(**content.get("spent", {})),
     )
 
 
@@ -124,7 +128,7 @@ def split_key(key: str) -> tuple[str, str, int]:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """The steps of a `checkpoints` folder, ascending: a folder step-N was complete when it got its name."""
+    """The steps in a `checkpoints` folder, ascending. A folder gets the name step-N only when it is complete."""
     names = (re.fullmatch(STEP_NAME, path.name) for path in folder.glob("step-*"))
     return sorted(int(match[1]) for match in names if match)
 

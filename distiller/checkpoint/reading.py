@@ -1,4 +1,4 @@
-"""Any run of any tensor out of a checkpoint's files, whoever wrote them; and whether the files are what was written."""
+"""Reads any range of any tensor from a checkpoint's files, under any sharding; and checks the files for damage."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -20,44 +21,45 @@ from distiller.storage.weight_files import StoredTensor, read_bytes, read_header
 _BLOCK_BYTES = 16 * 2**20
 
 
+@final
 class CheckpointReader:
-    """Reads headers when it is made, and bytes when they are asked for: no more of them than the run has."""
+    """Reads the files' headers when it is constructed, and of the tensors only the bytes that are requested."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UserError for what is not a whole checkpoint; digests are `find_damage`'s business."""
+        """Raises UserError for an incomplete checkpoint. Digests are checked by `find_damage`, not here."""
         self.progress = read_progress_file(folder)
-        self._runs: dict[tuple[str, str], list[tuple[int, StoredTensor]]] = {}
+        self._pieces: dict[tuple[str, str], list[tuple[int, StoredTensor]]] = {}
         self._descriptors: dict[Path, int] = {}
         for name in self.progress.files:
             for key, stored in read_header(folder / name).items():
                 kind, tensor, start = split_key(key)
-                self._runs.setdefault((kind, tensor), []).append((start, stored))
-        for (kind, name), runs in self._runs.items():
-            runs.sort(key=lambda run: run[0])
-            ends = [start + stored.shape[0] for start, stored in runs]
+                self._pieces.setdefault((kind, tensor), []).append((start, stored))
+        for (kind, name), pieces in self._pieces.items():
+            pieces.sort(key=lambda piece: piece[0])
+            ends = [start + stored.shape[0] for start, stored in pieces]
             whole = math.prod(self.progress.shapes[name])
-            if [0, *ends] != [*(start for start, _ in runs), whole]:
+            if [0, *ends] != [*(start for start, _ in pieces), whole]:
                 raise UserError(f"{folder}: {kind} of {name} do not cover its {whole} elements once; remove the folder")
         self._descriptors = {folder / name: os.open(folder / name, os.O_RDONLY) for name in self.progress.files}
 
     @property
     def exported_kind(self) -> StoredKind:
-        """What a student is made of: the moving average where there is one."""
-        return "average" if any(kind == "average" for kind, _ in self._runs) else "weights"
+        """The kind that is exported as the student: the moving average where there is one."""
+        return "average" if any(kind == "average" for kind, _ in self._pieces) else "weights"
 
     def read(self, kind: StoredKind, name: str, start: int, count: int) -> Tensor:
-        """Elements `start` to `start + count` as a new 1-D CPU tensor in the stored dtype. KeyError, OSError."""
-        runs = self._runs[kind, name]
-        target = torch.empty(count, dtype=runs[0][1].dtype)
-        position = bisect.bisect_right(runs, start, key=lambda run: run[0]) - 1
+        """Elements `start` to `start + count` as a new 1-D CPU tensor in the stored dtype. Raises KeyError, OSError."""
+        pieces = self._pieces[kind, name]
+        target = torch.empty(count, dtype=pieces[0][1].dtype)
+        i = bisect.bisect_right(pieces, start, key=lambda piece: piece[0]) - 1
         done = 0
         while done < count:
-            first, stored = runs[position]
+            first, stored = pieces[i]
             skip = start + done - first
             part = target[done : done + min(count - done, stored.shape[0] - skip)]
             offset = stored.start + skip * stored.dtype.itemsize
             read_bytes(self._descriptors[stored.file], part.view(torch.uint8), offset, stored.file)
-            done, position = done + len(part), position + 1
+            done, i = done + len(part), i + 1
         return target
 
     def whole(self, kind: StoredKind) -> Iterable[tuple[str, Tensor]]:
@@ -73,9 +75,9 @@ class CheckpointReader:
 
 
 def read_progress_file(folder: Path) -> Progress:
-    """The folder's progress.json. UserError, with the file and the reason, where it is damaged or missing.
+    """The folder's progress.json. Raises UserError, with the file and the reason, where it is damaged or missing.
 
-    A folder step-N holds step N: a copy of, or a link to, another step's would pass for N updates of training.
+    Also where folder step-N holds another step, as a copy or link would: it would count as N updates of training.
     """
     file = folder / PROGRESS_FILE
     try:
@@ -89,9 +91,9 @@ def read_progress_file(folder: Path) -> Progress:
 
 
 def find_damage(folder: Path, progress: Progress, share: int, num_shares: int) -> str | None:
-    """What is wrong with the first wrong file among each `num_shares`-th from `share` on; None if nothing is.
+    """Describes the first damaged file among every `num_shares`-th from `share` on; None if there is none.
 
-    Reads the files to their ends.
+    Reads these files completely.
     """
     for name in sorted(progress.files)[share::num_shares]:
         file, wanted = folder / name, progress.files[name]

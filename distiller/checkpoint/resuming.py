@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues from, and whether it may."""
+"""Finds the checkpoint that a run resumes from, and checks that it can."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def latest_step(run_dir: Path) -> int:
 
 
 def check_resumable(run_dir: Path, step: int, identity: Identity) -> Progress:
-    """Reads what `step-N` says of itself, and checks that a run of this identity can continue from it.
+    """Reads the progress.json of `step-N`, and checks that a run of this identity can resume from it.
 
     Engine and number of processes may differ. Does not communicate.
 
@@ -36,33 +36,33 @@ def check_resumable(run_dir: Path, step: int, identity: Identity) -> Progress:
     try:
         progress = read_progress_file(folder)
     except UserError as error:
-        raise UserError(f"--resume: {error}; {_way_out(folder)}") from error
+        raise UserError(f"--resume: {error}; {_remedy(folder)}") from error
     for name in _COMPARED:
-        held, wanted = asdict(progress.identity)[name], asdict(identity)[name]
-        if held != wanted:
+        saved, wanted = asdict(progress.identity)[name], asdict(identity)[name]
+        if saved != wanted:
             remedy = _REMEDIES.get(name, "restore the data, or begin another run")
-            raise UserError(f"--resume: {folder} has {name} {held} and this run {wanted}; {remedy}")
+            raise UserError(f"--resume: {folder} has {name} {saved} and this run {wanted}; {remedy}")
     return progress
 
 
 def verify(run_dir: Path, step: int, ranks: Ranks) -> None:
-    """Reads all files of `step-N` and compares their digests; each rank has a share of them. Communicates.
+    """Reads all files of `step-N`, a share of them on each rank, and compares their digests. Communicates.
 
     Raises:
-        UserError: on every rank, with the first damaged file and how to continue without it.
+        UserError: on every rank, with the first damaged file and how to resume without it.
     """
     folder = run_dir / "checkpoints" / f"step-{step}"
 
-    def own_share() -> None:
+    def check_share() -> None:
         damage = find_damage(folder, read_progress_file(folder), ranks.rank, ranks.world_size)
         if damage is not None:
-            raise UserError(f"--resume: {damage}; {_way_out(folder)}")
+            raise UserError(f"--resume: {damage}; {_remedy(folder)}")
 
-    ranks.all_succeed(own_share)
+    ranks.all_succeed(check_share)
 
 
 def refuse_older(folder: Path) -> None:
-    """UserError for a checkpoint that holds pickles, or did when it was written. Nothing in it is opened."""
+    """Raises UserError for a checkpoint of an older version, which may hold pickles. Opens none of its files."""
     for name in OLDER_NAMES:
         if (folder / name).exists():
             raise UserError(
@@ -71,7 +71,7 @@ def refuse_older(folder: Path) -> None:
             )
 
 
-def _way_out(folder: Path) -> str:
+def _remedy(folder: Path) -> str:
     before = [step for step in steps_in(folder.parent) if f"step-{step}" != folder.name]
     then = (
         f"continue from {folder.parent / f'step-{before[-1]}'}" if before else "start at step 1, as there is no other"

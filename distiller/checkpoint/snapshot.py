@@ -1,4 +1,4 @@
-"""A copy of this rank's pieces in host memory, which a thread can write while training goes on."""
+"""A copy of this rank's pieces in host memory, which a thread can write while training continues."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor
@@ -20,13 +21,14 @@ from distiller.storage.weight_files import DTYPES
 from distiller.student_state.base import Piece
 
 BUFFER_BYTES = 256 * 2**20
-"""A power of two: torch's page-locked allocator rounds up to one, and would double what is just above."""
+"""A power of two, to which torch's page-locked allocator rounds sizes up."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+@final
 @dataclass(frozen=True)
-class Entry:
-    """A piece in a snapshot: `count` elements, whose bytes begin at `first_byte` of all."""
+class SnapshotEntry:
+    """A piece in a snapshot: `count` elements, whose bytes begin at byte `first_byte` of the snapshot."""
 
     key: str
     dtype: torch.dtype
@@ -34,8 +36,9 @@ class Entry:
     first_byte: int
 
 
+@final
 class Snapshot:
-    """Buffers that are allocated once and used again; page-locked beside a GPU, which then copies at full speed.
+    """Host buffers that are allocated once and reused; page-locked where there is a GPU, which copies faster then.
 
     Where the system locks no more pages (`ulimit -l`, a container's limit), the rest is pageable, and stderr says so.
     """
@@ -44,7 +47,7 @@ class Snapshot:
         self._device, self.buffer_bytes = device, buffer_bytes
         self._locks_pages = device.type == "cuda"
         self._buffers: list[Tensor] = []
-        self.entries: list[Entry] = []
+        self.entries: list[SnapshotEntry] = []
         self.num_bytes = 0
 
     @property
@@ -53,25 +56,25 @@ class Snapshot:
         return len(self._buffers) * self.buffer_bytes
 
     def reserve(self, num_bytes: int) -> None:
-        """Allocates for this many bytes now: page-locking takes a second for some GiB."""
+        """Allocates for this many bytes now, since page-locking some GiB takes a second."""
         while self.held_bytes < num_bytes:
             self._buffers.append(self._allocate())
 
     def take(self, pieces: Iterable[tuple[StoredKind, Piece]]) -> None:
-        """Copies pieces in place of what was here, and returns when they are in host memory."""
+        """Replaces the content by copies of these pieces; returns when they are in host memory."""
         self.entries, self.num_bytes = [], 0
         for kind, piece in pieces:
             values = piece.values.detach()
             key = piece_key(kind, piece.name, piece.start)
-            self.entries.append(Entry(key, values.dtype, values.numel(), self.num_bytes))
+            self.entries.append(SnapshotEntry(key, values.dtype, values.numel(), self.num_bytes))
             self._copy(values.contiguous().view(torch.uint8))
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
     def parts(self) -> Iterator[Tensor]:
         """All bytes in order, buffer by buffer: 1-D uint8 views of at most `buffer_bytes`."""
-        for number, buffer in enumerate(self._buffers):
-            count = min(self.buffer_bytes, self.num_bytes - number * self.buffer_bytes)
+        for i, buffer in enumerate(self._buffers):
+            count = min(self.buffer_bytes, self.num_bytes - i * self.buffer_bytes)
             if count > 0:
                 yield buffer[:count]
 
@@ -104,13 +107,13 @@ class Snapshot:
         return torch.empty(self.buffer_bytes, dtype=torch.uint8)
 
     def _copy(self, values: Tensor) -> None:
-        """Appends bytes; a piece may lie across two buffers."""
+        """Appends bytes; a piece may begin in one buffer and end in a later one."""
         done = 0
         while done < len(values):
             self.reserve(self.num_bytes + 1)
-            number, offset = divmod(self.num_bytes, self.buffer_bytes)
+            i, offset = divmod(self.num_bytes, self.buffer_bytes)
             count = min(len(values) - done, self.buffer_bytes - offset)
-            target = self._buffers[number][offset : offset + count]
+            target = self._buffers[i][offset : offset + count]
             target.copy_(values[done : done + count], non_blocking=True)
             done, self.num_bytes = done + count, self.num_bytes + count
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from distiller.build import Finished, build, check_run, last_step_of
-from distiller.checkpoint.format import Spent
+from distiller.checkpoint.format import SessionTotals
 from distiller.config.recipe import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.distributed.process import is_main_process, world_size
@@ -53,7 +53,7 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
             else:
                 # The loop had ended, and what follows it was cut short.
                 metrics = run.ranks.broadcast_from_main(lambda: last_metrics(run_dir))
-                outcome = Outcome(metrics, Spent(num_sessions=1))
+                outcome = Outcome(metrics, SessionTotals(num_sessions=1))
             export_run(run)
     except AgreedError:
         # A failure that all ranks share must not cost the checkpoint that is being written.

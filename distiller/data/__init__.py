@@ -1,1 +1,1 @@
-"""Data sources; every sample has a stable id, its place in the source."""
+"""Data sources; every sample has a stable id, its index in the source."""

@@ -1,4 +1,4 @@
-"""The files of a data folder: linked subfolders are followed, cycles of links end, hidden entries are left out."""
+"""Lists the files of a data folder: follows links to folders, stops at cycles of links, leaves hidden entries out."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ _FolderId = tuple[int, int]
 def files_below(folder: Path) -> list[Path]:
     """All files at any depth, sorted by path.
 
-    A link to a folder is followed. A folder that the walk is inside of is not entered again, whichever way leads back
-    to it. A link whose target is missing counts as a file, so that whoever reads it says so. Files and folders whose
-    name begins with a dot are left out. Raises UserError for a folder that cannot be read.
+    A link to a folder is followed, except to an ancestor of its own. A link whose target is missing counts as a file,
+    which raises an error when it is read. Files and folders whose name begins with a dot are left out.
+
+    Raises:
+        UserError: a folder cannot be read.
     """
     return sorted(_walk(folder, (), with_hidden=False))
 
 
 def folders_in(folder: Path) -> list[Path]:
-    """The folders and links to folders directly inside, sorted; neither hidden ones nor those around `folder`."""
-    inside_of = (_id_of(folder),)
+    """The folders and links to folders directly inside, sorted; no hidden ones, and no links to `folder` itself."""
+    ancestors = (_id_of(folder),)
     found = [entry for entry in _entries(folder) if _is_folder(entry) and not entry.name.startswith(".")]
-    return sorted(folder / entry.name for entry in found if not _leads_back(entry, inside_of))
+    return sorted(folder / entry.name for entry in found if not _is_ancestor(entry, ancestors))
 
 
 def has_linked_folder(folder: Path) -> bool:
@@ -37,14 +39,14 @@ def has_linked_folder(folder: Path) -> bool:
 
 
 def files_matching(pattern: str) -> list[Path]:
-    """The files that a glob names, sorted. `**` is any number of folders, links included, without their cycles.
+    """The files that a glob names, sorted. `**` is any number of folders, links included, without cycles.
 
     `glob.glob` follows a cycle of links until the system refuses the path, and returns each file dozens of times.
     """
     parts = Path(pattern).parts
     if "**" not in parts:
         return sorted(file for name in glob.glob(pattern) if (file := Path(name)).is_file())
-    first = next(number for number, part in enumerate(parts) if any(mark in part for mark in "*?["))
+    first = next(i for i, part in enumerate(parts) if any(mark in part for mark in "*?["))
     base, wanted = Path(*parts[:first]), parts[first:]
     if not base.is_dir():
         return []
@@ -52,22 +54,22 @@ def files_matching(pattern: str) -> list[Path]:
     return sorted(file for file in found if file.is_file() and _matches(file.relative_to(base).parts, wanted))
 
 
-def _walk(folder: Path, inside_of: tuple[_FolderId, ...], with_hidden: bool) -> Iterator[Path]:
-    inside_of = (*inside_of, _id_of(folder))
+def _walk(folder: Path, ancestors: tuple[_FolderId, ...], with_hidden: bool) -> Iterator[Path]:
+    ancestors = (*ancestors, _id_of(folder))
     for entry in _entries(folder):
         if entry.name.startswith(".") and not with_hidden:
             continue
         path = folder / entry.name
         if not _is_folder(entry):
-            # Neither pipes nor sockets nor devices, which wait for whoever writes to them.
+            # No pipes, sockets or devices: reading one waits for a writer.
             if os.path.isfile(path) or not os.path.exists(path):
                 yield path
-        elif not _leads_back(entry, inside_of):
-            yield from _walk(path, inside_of, with_hidden)
+        elif not _is_ancestor(entry, ancestors):
+            yield from _walk(path, ancestors, with_hidden)
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    # scandir tells files from folders without a call for each of them.
+    # scandir tells files from folders without a system call for each entry.
     try:
         with os.scandir(folder) as entries:
             return list(entries)
@@ -79,9 +81,9 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
-def _leads_back(entry: os.DirEntry[str], inside_of: tuple[_FolderId, ...]) -> bool:
-    # Folders that are no links too: below a link to a folder around the first one, the walk meets it again.
-    return _id_of(Path(entry.path)) in inside_of
+def _is_ancestor(entry: os.DirEntry[str], ancestors: tuple[_FolderId, ...]) -> bool:
+    # Also for folders that are no links: below a link to an ancestor, the walk reaches the first folder again.
+    return _id_of(Path(entry.path)) in ancestors
 
 
 def _id_of(folder: Path) -> _FolderId:

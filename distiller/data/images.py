@@ -63,7 +63,7 @@ def load_image(file: Path, height: int, width: int) -> Tensor:
 
 def _from_metadata(file: Path) -> list[tuple[Path, str]]:
     pairs = []
-    # JSON may hold U+2028 and its like unescaped: only newlines end a line.
+    # JSON may hold U+2028 and similar separators unescaped: only newlines end a line.
     for number, line in enumerate(_read_text(file).split("\n"), start=1):
         if not line.strip():
             continue

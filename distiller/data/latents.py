@@ -1,11 +1,11 @@
-"""Latents on disk: safetensors shards beside a prompt file. Rollouts, encoded images and users' own have one form.
+"""Latents on disk: safetensors shards and a prompt file. The same format for rollouts, encoded images and users' own.
 
     FOLDER/prompts.txt            one prompt a line
     FOLDER/NAME.safetensors       "latents" [n, C, F, H, W], normalised as the transformer takes them;
                                   "prompt_index" [n] int64, the line of each sample's prompt (absent: sample i, line i);
                                   rollouts for stored targets add "points" and "predictions" [n, S, C, F, H, W] and
                                   "timesteps" [S]
-Samples are numbered through the shards in the order of their names.
+Samples are numbered across the shards, in the order of the shards' names.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import os
 from bisect import bisect_right
 from pathlib import Path
+from typing import final
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,19 +25,20 @@ from distiller.errors import RunError, UserError
 from distiller.storage.packaged_files import looked_for
 
 PROMPTS_FILE = "prompts.txt"
-NUM_LOOKED_AT, BYTES_LOOKED_AT = 16, 4096
-"""Places in a file of latents, and how much of each is read, to know it again."""
+NUM_DIGEST_RANGES, DIGEST_RANGE_BYTES = 16, 4096
+"""How many evenly spaced ranges of a file, of how many bytes each, its digest is computed from."""
 
 
+@final
 class LatentStore:
-    """Reads samples one by one, memory-mapped; opens its files anew in every loader process.
+    """Reads samples one by one, memory-mapped; opens its files again in every loader process.
 
     Attributes:
         files: in the order of their samples.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Checks the folder by its files' headers. Raises UserError."""
+        """Reads and checks the files' headers. Raises UserError."""
         if not os.path.isdir(folder):
             raise UserError(
                 f"data.path: {folder} is not a folder{looked_for(folder)}; data.kind=latents needs one with "
@@ -67,23 +69,23 @@ class LatentStore:
         return self._ends[-1]
 
     def digest(self) -> str:
-        """Of the files' names and sizes and of some of their content, at evenly spaced places: they may be large."""
-        found = hashlib.blake2b(digest_size=16)
+        """Of the files' names and sizes and a sample of their content, since they may be large."""
+        digest = hashlib.blake2b(digest_size=16)
         for file in self.files:
             size = file.stat().st_size
-            found.update(f"{file.name}:{size};".encode())
+            digest.update(f"{file.name}:{size};".encode())
             with file.open("rb") as stream:
-                for place in range(NUM_LOOKED_AT):
-                    stream.seek(max(0, size - BYTES_LOOKED_AT) * place // (NUM_LOOKED_AT - 1))
-                    found.update(stream.read(BYTES_LOOKED_AT))
-        return found.hexdigest()
+                for i in range(NUM_DIGEST_RANGES):
+                    stream.seek(max(0, size - DIGEST_RANGE_BYTES) * i // (NUM_DIGEST_RANGES - 1))
+                    digest.update(stream.read(DIGEST_RANGE_BYTES))
+        return digest.hexdigest()
 
     def prompt_index(self, sample_id: int) -> int:
         """The line of the sample's prompt, from 0."""
         return self._prompt_index[sample_id]
 
     def latents(self, sample_id: int) -> Tensor:
-        """x_0 of a sample: [C, F, H, W] float32. RunError if its file is gone."""
+        """x_0 of a sample: [C, F, H, W] float32. Raises RunError if its file cannot be read."""
         return self._read(sample_id, "latents")
 
     def trajectory_point(self, sample_id: int, step: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Micro-batches out of a loader, whose processes' failures become one line."""
+"""Iterates over a loader; a failure of its processes becomes an error of one line."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from distiller.errors import RunError, UserError
 
 MAX_SOCKET_BYTES = 107
-"""Of a UNIX socket's path (`sun_path` has 108 on Linux, with the final zero)."""
+"""Longest path of a UNIX socket (`sun_path` has 108 bytes on Linux, with the final zero)."""
 
 
 def check_loader_sockets(num_workers: int) -> None:
-    """UserError where loader processes could not hand over a batch, and the loop would wait for it for ever.
+    """Raises UserError where loader processes could not send a batch, for which the loop would wait for ever.
 
-    They listen on a socket in Python's folder for temporary files, whose path is limited.
+    They listen on a socket in Python's folder for temporary files, and the length of a socket's path is limited.
     """
     if not num_workers:
         return
@@ -34,11 +34,11 @@ def check_loader_sockets(num_workers: int) -> None:
 
 
 def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
-    """The loader's micro-batches; RunError says what a loader process could not read, or that one was killed."""
+    """The loader's micro-batches. Raises RunError for what a loader process cannot read, or if one was killed."""
     try:
         yield from loader
     except RunError as error:
-        # Raised in a loader process, the message holds its traceback, and ends with what we said.
+        # From a loader process the message contains its traceback, and ends with the original message.
         raise RunError(str(error).rpartition(f"{RunError.__name__}: ")[2].strip()) from error
     except RuntimeError as error:
         if not str(error).startswith("DataLoader worker"):

@@ -1,9 +1,10 @@
-"""Which samples each rank sees, update by update."""
+"""The order of samples: which of them each rank gets in each update."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import final
 
 from torch.utils.data import Sampler
 
@@ -13,6 +14,7 @@ SampleKey = tuple[int, int]
 """(epoch, sample id): what a dataset is indexed with, since noise and timesteps depend on both."""
 
 
+@final
 @dataclass(frozen=True)
 class UpdatePlan:
     """The split of every update: contiguous slices of the global batch, micro-batch by micro-batch, rank by rank."""
@@ -40,14 +42,15 @@ class UpdatePlan:
 
     @property
     def dropped_per_epoch(self) -> int:
-        """Samples left out of each epoch (other ones each time, since the order is drawn anew)."""
+        """Number of samples left out of each epoch; different ones each time, since each epoch has its own order."""
         return self.num_samples % self.samples_per_update
 
     def epoch_of(self, update: int) -> int:
-        """The epoch that an update (counted from 0) lies in."""
+        """The epoch of an update (counted from 0)."""
         return update // self.updates_per_epoch
 
 
+@final
 class RankSampler(Sampler[list[SampleKey]]):
     """Yields one rank's micro-batches, from one update up to another (counted from 0)."""
 

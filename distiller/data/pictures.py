@@ -1,4 +1,4 @@
-"""Picture files as pixels: the one reader of the diffusion task's images and of classifiers' pictures."""
+"""Reads picture files as pixels, for the diffusion task's images and for classifiers' pictures."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -17,16 +17,16 @@ SUFFIXES = frozenset(
     f".{name}"
     for name in "avif bmp gif jfif jp2 jpe jpeg jpg pbm pgm png pnm ppm tga tif tiff webp".split()  # noqa: SIM905
 )
-"""Of the files that are read as pictures."""
+"""File name suffixes that are read as pictures."""
 
 WRITTEN_SUFFIXES = (".png", ".bmp", ".jpeg", ".jpg", ".webp")
-"""Of the files that `sample` writes."""
+"""File name suffixes that `sample` writes."""
 
-MOST_LOOKED_AT = 128
-"""Pictures that `--check` reads: a few seconds' worth."""
+MAX_CHECKED_PICTURES = 128
+"""Pictures that `--check` reads at most, which takes a few seconds."""
 
-READER = 2
-"""Changes when the same file gives other pixels, and with it the keys of what is made from them."""
+READER_VERSION = 2
+"""Raised when the same file gives other pixels; part of the keys of everything computed from them."""
 
 _SIXTEEN_BIT_FORMATS = ("PNG", "PPM", "JPEG2000")
 """Formats whose pixels in Pillow's mode I (int32) go from 0 to 65,535."""
@@ -40,38 +40,38 @@ _TRANSPOSED = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""What turns a picture upright, by its EXIF orientation."""
+"""EXIF orientation -> what turns the picture upright."""
 
 
 class UnreadablePictureError(ValueError):
-    """The reason why a file gives no pixels, without the file's name."""
+    """Why a file cannot be read as a picture, without the file's name."""
 
 
-def look_at(read: Callable[[int], object], count: int) -> str:
-    """Reads so many pictures, or evenly spaced ones of them, and says how many.
+def check_pictures(read: Callable[[int], object], count: int) -> str:
+    """Reads `count` pictures, or evenly spaced ones of them, and returns a line that says how many.
 
     Args:
-        read: one of them, by its number; RunError where it cannot be read.
+        read: reads one, by its index; raises RunError where it cannot be read.
 
     Raises:
         UserError: for the first that cannot be read.
     """
-    num_read = min(count, MOST_LOOKED_AT)
-    for place in range(num_read):
+    num_read = min(count, MAX_CHECKED_PICTURES)
+    for i in range(num_read):
         try:
-            read(place * (count - 1) // max(num_read - 1, 1))
+            read(i * (count - 1) // max(num_read - 1, 1))
         except RunError as error:
             raise UserError(f"data.path: {error}") from error
     return f"{num_read:,} of {count:,} pictures read"
 
 
 def is_picture(file: Path) -> bool:
-    """Whether the name is that of a picture; hidden files (such as macOS's `._1.jpg`) are none."""
+    """Whether it is a picture by its name; hidden files (such as macOS's `._1.jpg`) are not."""
     return file.suffix.lower() in SUFFIXES and not file.name.startswith(".")
 
 
 def check_size(file: Path) -> int:
-    """The file's size in bytes. Raises UserError for a file that is not there, such as a link to nothing."""
+    """The file's size in bytes. Raises UserError for a missing file, such as the target of a broken link."""
     try:
         return file.stat().st_size
     except OSError as error:
@@ -99,15 +99,15 @@ def open_picture(file: Path, num_channels: int) -> np.ndarray:
     except UnreadablePictureError:
         raise
     except Exception as error:
-        # Pillow has a reader for each format, and damaged files make each raise errors of its own kinds.
+        # Pillow's readers of damaged files raise errors of many types.
         raise UnreadablePictureError(str(error) or type(error).__name__) from error
 
 
 def pixels_of(image: Image.Image, num_channels: int) -> np.ndarray:
     """uint8 [H, W, C] with one channel (grey) or three (RGB).
 
-    The picture stands as its EXIF entry says, transparent parts lie on white, 16 bits become 8 by rounding, and of an
-    animation the first frame counts. Raises UnreadablePictureError for 32-bit pixels, whose white no format defines.
+    It is turned as its EXIF orientation says, transparent parts become white, 16 bits become 8 by rounding, and an
+    animation becomes its first frame. Raises UnreadablePictureError for 32-bit pixels, whose white no format defines.
     """
     stored_format = image.format
     image.seek(0)
@@ -117,17 +117,17 @@ def pixels_of(image: Image.Image, num_channels: int) -> np.ndarray:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """The image as its EXIF orientation says; EXIF that cannot be read counts as absent.
+    """The image turned as its EXIF orientation says; EXIF that cannot be read counts as absent.
 
-    `ImageOps.exif_transpose` writes the whole EXIF anew as well, which fails for tags of other types than they say.
+    `ImageOps.exif_transpose` also rewrites the whole EXIF, which fails for tags whose values have a wrong type.
     """
-    # Some formats know their EXIF only once they are read.
+    # Some formats have their EXIF only after loading.
     image.load()
     try:
         orientation = image.getexif().get(ExifTags.Base.Orientation)
         method = _TRANSPOSED.get(orientation)
     except Exception:
-        # Pillow's reader of EXIF raises errors of many kinds, and the pixels are whole.
+        # Pillow's reader of EXIF raises errors of many types, and the pixels are not affected.
         method = None
     return image if method is None else image.transpose(method)
 
@@ -146,7 +146,7 @@ def _eight_bit(image: Image.Image, stored_format: str | None) -> Image.Image:
         )
     if not image.mode.startswith("I"):
         return image
-    # Pillow's own conversion cuts off at 255, so that nearly all of such a picture is white.
+    # Pillow's own conversion clips at 255, which makes nearly all of such a picture white.
     values = np.asarray(image)
     grey = Image.fromarray(np.rint(values / 257).astype(np.uint8))
     if "transparency" in image.info:
@@ -160,7 +160,7 @@ def _on_white(image: Image.Image) -> Image.Image:
     if not image.has_transparency_data:
         return image
     if image.mode in ("La", "RGBa"):
-        # Premultiplied pixels convert to their straight form alone.
+        # Pillow converts premultiplied pixels only to the unpremultiplied mode.
         image = image.convert("LA" if image.mode == "La" else "RGBA")
     image = image.convert("RGBA")
     white = Image.new("RGBA", image.size, (255, 255, 255, 255))

@@ -22,7 +22,7 @@ def read_prompts(path: Path) -> list[str]:
 
 
 def read_numbered_prompts(path: Path) -> list[str]:
-    """Reads a prompt file whose lines others refer to by number: a blank line is an error, but for those at the end."""
+    """Reads a prompt file whose lines are referred to by index: blank lines raise UserError, except at the end."""
     lines = _read_lines(path)
     while lines and not lines[-1]:
         lines.pop()

@@ -1,7 +1,7 @@
-"""Random draws as pure functions of (seed, epoch, sample id): the ground of every sameness promise.
+"""Random draws as pure functions of (seed, epoch, sample id), on which reproducibility rests.
 
-No global random state is read or written, so what a sample gets does not depend on the number of processes, the
-accumulation split, the teacher's placement, or where a run was resumed. CPU generators only: CUDA's differ.
+No global random state is read or written, so a sample's draws do not depend on the number of processes, the
+accumulation split, the teacher's placement, or the step that a run resumed from. CPU generators only: CUDA's differ.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def generator(seed: int, epoch: int, sample_id: int, purpose: str) -> torch.Generator:
-    """A CPU generator that is the same wherever and whenever it is asked for."""
+    """A CPU generator that depends on these arguments alone."""
     name = f"{seed}/{epoch}/{sample_id}/{purpose}".encode()
     value = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     return torch.Generator().manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)

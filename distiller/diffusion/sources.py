@@ -13,7 +13,7 @@ from torch import Tensor
 from distiller.config.diffusion import DiffusionRecipe
 from distiller.data.images import find_images, load_image
 from distiller.data.latents import LatentStore
-from distiller.data.pictures import READER, check_size, look_at
+from distiller.data.pictures import READER_VERSION, check_pictures, check_size
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.conditions import Conditions
@@ -83,7 +83,7 @@ class Source:
         if self._recipe.data.kind != "images":
             return None
         size = self._recipe.task.size[1:]
-        return look_at(lambda number: load_image(self._images[number][0], *size), len(self._images))
+        return check_pictures(lambda number: load_image(self._images[number][0], *size), len(self._images))
 
     def prepare(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
@@ -230,7 +230,7 @@ class Source:
     def _image_stage(self) -> Stage:
         images, size = self._images, self._recipe.task.size[1:]
         key = {
-            "reader": READER,
+            "reader": READER_VERSION,
             "vae": self._family.files.digest("vae"),
             # File by file: pictures of two folders may share a name, and a sample is known by its place.
             "pictures": digest_of([[digest_files([file]), caption] for file, caption in images]),

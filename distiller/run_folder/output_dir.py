@@ -21,6 +21,7 @@ from distiller.config.sections import flatten
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.run_folder.inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
+from distiller.storage.durable_writes import write_durably
 from distiller.storage.folder_lock import lock_folder, refuse_if_running
 from distiller.storage.yaml_files import parse_yaml
 
@@ -136,9 +137,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_folder(folder)
-        temporary = recipe_file.with_suffix(".tmp")
-        temporary.write_text(dump(with_absolute_paths(recipe)), encoding="utf-8")
-        temporary.replace(recipe_file)
+        write_durably(recipe_file, dump(with_absolute_paths(recipe)))
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
     return Claim(done, is_finished=False, is_new=is_new)

@@ -11,7 +11,10 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
 def write_durably(file: Path, text: str) -> None:
-    """Replaces a small file; its content is on the disk when this returns, its folder entry may not be."""
+    """Replaces a text file atomically; it is on the disk when this returns, but for its folder's entry.
+
+    One process at a time may write the same file.
+    """
     temporary = file.with_name(f".{file.name}.tmp")
     with temporary.open("w", encoding="utf-8") as stream:
         stream.write(text)

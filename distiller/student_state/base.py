@@ -1,9 +1,9 @@
 """What a checkpoint, the moving average and the export see of the student, whatever engine holds it.
 
-An engine cuts the student's tensors in its own way: not at all (DDP), into runs of a flat buffer (ZeRO), along the
-first dimension (FSDP2). In the order of its memory each of these is a run of consecutive elements, so that is the one
-unit here. Pieces of all ranks together hold every element once: a file of pieces can be read back under any engine and
-any number of ranks, and an average over pieces needs no communication.
+An engine shards the student's tensors in its own way: not at all (DDP), into ranges of a flat buffer (ZeRO), along the
+first dimension (FSDP2). In row-major order each shard is a range of consecutive elements: a piece. The pieces of all
+ranks together hold every element once, so a file of pieces can be read under any engine and any number of ranks, and
+averaging pieces needs no communication.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, final
 
 from torch import Tensor
 
@@ -22,6 +22,7 @@ Read = Callable[[Kind, str, int, int], Tensor]
 """(kind, tensor's name, first element, number of elements) -> 1-D CPU tensor in the stored dtype."""
 
 
+@final
 @dataclass(frozen=True)
 class Piece:
     """`values` (1-D) are the elements `start`, `start + 1`, ... of the named tensor in row-major order.
@@ -30,22 +31,23 @@ class Piece:
     It may be a view of the engine's live memory: read it, or copy it, before the next update.
 
     Attributes:
-        is_lasting: the memory stays where it is while the engine lives, so that several pieces can be read at once.
+        is_persistent: `values` stay valid while the engine lives, so that several pieces can be read at once.
     """
 
     name: str
     start: int
     values: Tensor
-    is_lasting: bool = False
+    is_persistent: bool = False
 
 
+@final
 @dataclass(frozen=True)
 class Counters:
-    """The state of the optimizer that is not a tensor of the student.
+    """The optimizer's state beside the moments.
 
     Attributes:
-        updates: steps that AdamW has really taken (its bias correction); skipped ones are not counted.
-        loss_scale: fp16's scale and the scaler's other numbers, {} where there is no scaler.
+        updates: steps that AdamW has taken (its bias correction counts them), without skipped ones.
+        loss_scale: fp16's scale and the scaler's other numbers; {} without a scaler.
     """
 
     updates: int
@@ -62,10 +64,10 @@ class StudentState(ABC):
 
     @abstractmethod
     def pieces(self, kind: Kind) -> Iterator[Piece]:
-        """This rank's share of one kind; none of the moments before the first update, or where nothing is trained.
+        """This rank's pieces of one kind; no moments before the first update, or where nothing is trained.
 
-        Every rank iterates to the end. Unless a piece is lasting, its values are only valid until the next one is asked
-        for. The share is the same at every call: same names, starts and sizes, in the same order.
+        Every rank iterates to the end. Unless a piece is persistent, its values are valid only until the next one is
+        requested. Every call yields the same names, starts and sizes, in the same order.
         """
 
     @abstractmethod
@@ -74,9 +76,9 @@ class StudentState(ABC):
 
     @abstractmethod
     def load(self, read: Read, counters: Counters) -> None:
-        """Puts a saved state into student and optimizer, as if they had trained to there. Every rank calls it.
+        """Loads a saved state into student and optimizer. Every rank calls it.
 
-        `read` gives any run of any tensor; a rank asks for what it holds and no more (DDP: for everything). With
-        `counters.updates` 0 there are no moments to read. The next update must be the one that an unbroken run would
-        have made, bit for bit under the same engine and number of ranks.
+        `read` returns any range of any tensor; a rank reads only what it holds (DDP: everything). With
+        `counters.updates` 0 there are no moments to read. The next update must equal that of an uninterrupted run, bit
+        for bit under the same engine and number of ranks.
         """

@@ -1,4 +1,4 @@
-"""What DeepSpeed's optimizers keep beside moments: how many steps they took, their bias correction, the loss scale."""
+"""The state of DeepSpeed's optimizers beside the moments: number of steps, bias correction, loss scale."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ LOSS_SCALER_FIELDS = {
 
 
 def counters_of(zero: Any, inner: Any, precision: str) -> Counters:
-    """What a ZeRO optimizer and the AdamW inside it have counted.
+    """The counters of a ZeRO optimizer and the AdamW inside it.
 
-    The engine's own counters (global_steps, micro_steps and so on) change no number and are not kept: a checkpoint
-    lies between two updates, where the micro-steps of a new engine begin.
+    The engine's own counters (global_steps, micro_steps and so on) have no effect on results and are not saved: a
+    checkpoint is made between two updates, where a new engine's micro-steps begin too.
     """
     state = next((state for state in inner.state.values() if "step" in state), None)
     scaler = _dynamic_scaler(zero, precision)
-    fields = {} if scaler is None else {name: getattr(scaler, held) for name, held in LOSS_SCALER_FIELDS.items()}
+    fields = {} if scaler is None else {name: getattr(scaler, field) for name, field in LOSS_SCALER_FIELDS.items()}
     return Counters(0 if state is None else int(state["step"]), fields)
 
 
 def load_loss_scale(zero: Any, loss_scale: dict[str, float], precision: str) -> None:
-    """Continues with a saved scale; of another engine's scaler the scale alone."""
+    """Sets the scaler's saved fields; another engine's scaler saved only the scale."""
     scaler = _dynamic_scaler(zero, precision)
     if scaler is None:
         return
-    for name, held in LOSS_SCALER_FIELDS.items():
+    for name, attribute in LOSS_SCALER_FIELDS.items():
         if name in loss_scale:
-            setattr(scaler, held, loss_scale[name])
+            setattr(scaler, attribute, loss_scale[name])
 
 
 def new_moments(inner: Any, group: dict[str, Any], flat: Tensor, updates: int) -> dict[str, Any]:
@@ -54,20 +54,20 @@ def new_moments(inner: Any, group: dict[str, Any], flat: Tensor, updates: int) -
 
 
 def replay_bias_correction(inner: Any, updates: int) -> None:
-    """Brings DeepSpeedCPUAdam's own bias correction to where `updates` steps would have brought it.
+    """Sets DeepSpeedCPUAdam's own bias correction to its value after `updates` steps, by steps on a tensor of one zero.
 
-    Its C++ side multiplies beta^t on from step to step in float32, and starts from pow(beta, t) when t jumps, as it
-    does in a new process: the last bit would differ from an unbroken run. So the steps are taken on one zero.
+    Its C++ side multiplies beta^t in float32 at every step, but computes pow(beta, t) when t jumps, as in a new
+    process: the last bit would differ from an uninterrupted run.
     """
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if not isinstance(inner, DeepSpeedCPUAdam):
         return
     group = inner.param_groups[0]
-    (beta1, beta2), nothing = group["betas"], [torch.zeros(1) for _ in range(4)]
+    (beta1, beta2), zeros = group["betas"], [torch.zeros(1) for _ in range(4)]
     for step in range(1, updates + 1):
         inner.ds_opt_adam.adam_update(
-            inner.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *nothing
+            inner.opt_id, step, 0.0, beta1, beta2, group["eps"], 0.0, group["bias_correction"], *zeros
         )
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import final
 
 import torch
 from accelerate import Accelerator
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
-from distiller.student_state.module import SavedTensors
-from distiller.student_state.torch_adamw import MomentsOf, load_moments, load_scaler, read_counters
+from distiller.student_state.saved_tensors import SavedTensors
+from distiller.student_state.torch_adamw import Moments, load_moments, load_scaler, read_counters
 
 
+@final
 class Fsdp2State(StudentState):
-    """A rank's share is what FSDP gave it: none of a parameter with fewer rows than ranks, or of a second replica."""
+    """A rank's pieces are its shards; no pieces of empty shards (fewer rows than ranks), nor of a second replica."""
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
@@ -31,11 +33,11 @@ class Fsdp2State(StudentState):
 
     def pieces(self, kind: Kind) -> Iterator[Piece]:
         """See StudentState; views of the live shards. Does not communicate."""
-        moments = MomentsOf(self._optimizer, kind)
+        moments = Moments(self._optimizer, kind)
         for name, parameter in self._saved.parameters.items():
-            source = parameter.detach() if kind == "weights" else moments.of(parameter)
+            source = parameter.detach() if kind == "weights" else moments.get(parameter)
             if isinstance(source, DTensor) and _is_first_replica(source) and source.to_local().numel():
-                yield Piece(name, _start(source), source.to_local().reshape(-1), is_lasting=True)
+                yield Piece(name, _start(source), source.to_local().reshape(-1), is_persistent=True)
         if kind == "weights" and self._accelerator.is_main_process:
             yield from self._saved.buffer_pieces()
 
@@ -46,28 +48,28 @@ class Fsdp2State(StudentState):
     def load(self, read: Read, counters: Counters) -> None:
         """See StudentState. Does not communicate."""
 
-        def fill(kind: Kind, name: str, target: Tensor) -> None:
+        def load_tensor(kind: Kind, name: str, target: Tensor) -> None:
             assert isinstance(target, DTensor)
             if (local := target.to_local()).numel():
                 local.copy_(read(kind, name, _start(target), local.numel()).view(local.shape))
 
         with torch.no_grad():
             for name, parameter in self._saved.parameters.items():
-                fill("weights", name, parameter.detach())
+                load_tensor("weights", name, parameter.detach())
             names = {id(parameter): name for name, parameter in self._saved.parameters.items()}
-            load_moments(self._optimizer, names, fill, counters.updates)
+            load_moments(self._optimizer, names, load_tensor, counters.updates)
         self._saved.load_buffers(read)
         load_scaler(self._accelerator.scaler, counters)
 
 
 def _axis(tensor: DTensor) -> int:
-    """The mesh's axis along which it is cut; over another one, if there is one, it is replicated."""
-    [axis] = [number for number, placement in enumerate(tensor.placements) if placement.is_shard(0)]
+    """The mesh axis over which it is sharded; over another one, if there is one, it is replicated."""
+    [axis] = [i for i, placement in enumerate(tensor.placements) if placement.is_shard(0)]
     return axis
 
 
 def _start(tensor: DTensor) -> int:
-    """The first element that this rank has: every rank but the last ones has as many rows as the first."""
+    """Index of this rank's first element: every rank but the last ones has as many rows as the first."""
     axis = _axis(tensor)
     rows = -(-len(tensor) // tensor.device_mesh.size(axis))
     first = min(rows * tensor.device_mesh.get_local_rank(axis), len(tensor))

@@ -1,23 +1,25 @@
-"""The moving average of the student's weights, in pieces: every rank averages what it holds."""
+"""The moving average of the student's weights, in pieces: every rank averages the pieces that it holds."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import final
 
-import torch
 from torch import Tensor
+from torch.optim.sgd import sgd
 
 from distiller.student_state.base import Piece, StudentState
 
 
+@final
 class MovingAverage:
     """Exponential moving average of the float32 weights, beside each rank's pieces of them, on their device.
 
     average <- decay * average + (1 - decay) * weights after every update; it starts from the first weights. Buffers
-    are averaged too where they are floating-point, else taken as they are.
+    are averaged too where they are floating-point, else copied.
     """
 
     def __init__(self, state: StudentState, decay: float) -> None:
@@ -25,62 +27,52 @@ class MovingAverage:
         self._pieces = [replace(piece, values=piece.values.detach().clone()) for piece in state.pieces("weights")]
 
     def update(self, is_skipped: Tensor) -> None:
-        """Takes one update's weights in, unless it was skipped (1 in a float32 scalar on the device).
+        """Averages one update's weights in, unless it was skipped (1 in a float32 scalar on the device).
 
-        Does not communicate, but for what is not trained under ZeRO-3.
+        Does not communicate, but for frozen parameters under ZeRO-3.
         """
         averages: list[Tensor] = []
         weights: list[Tensor] = []
-        for mine, theirs in zip(self._pieces, self._state.pieces("weights"), strict=True):
-            if not mine.values.is_floating_point():
-                mine.values.copy_(theirs.values)
-            elif theirs.is_lasting:
-                averages.append(mine.values)
-                weights.append(theirs.values.detach())
+        for average, piece in zip(self._pieces, self._state.pieces("weights"), strict=True):
+            if not average.values.is_floating_point():
+                average.values.copy_(piece.values)
+            elif piece.is_persistent:
+                averages.append(average.values)
+                weights.append(piece.values.detach())
             else:
-                self._take([mine.values], [theirs.values.detach()], is_skipped)
-        if averages:
-            # One fused kernel over all of a device and dtype: a small student's update would else be all launches.
-            self._take(averages, weights, is_skipped)
+                average_unless([average.values], [piece.values.detach()], 1 - self._decay, is_skipped)
+        # One fused kernel over all of a device and dtype: for a small student, launches would take most of the time.
+        average_unless(averages, weights, 1 - self._decay, is_skipped)
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's pieces, with the names and starts of the weights'."""
         yield from self._pieces
 
     def load(self, read: Callable[[str, int, int], Tensor]) -> None:
-        """Continues from a saved average; `read` gives (name, first element, number of elements)."""
+        """Continues from a saved average; `read` returns (name, first element, number of elements)."""
         for piece in self._pieces:
             piece.values.copy_(read(piece.name, piece.start, len(piece.values)))
 
-    def _take(self, averages: list[Tensor], weights: list[Tensor], is_skipped: Tensor) -> None:
-        average_unless(averages, weights, 1 - self._decay, is_skipped)
 
-
-def average_unless(averages: Sequence[Tensor], values: Sequence[Tensor], weight: float, is_skipped: Tensor) -> None:
+def average_unless(averages: list[Tensor], values: list[Tensor], weight: float, is_skipped: Tensor) -> None:
     """averages <- averages + weight * (values - averages), but where `is_skipped` (a float32 scalar) is 1.
 
-    Each pair is of one device and one floating dtype; pairs may differ, as where an engine keeps a part on the host.
+    Each pair has one device and one floating dtype; pairs may differ, as where an engine keeps some on the host.
 
     SGD that ascends `values` with a weight decay of 1 is that formula, bit for bit, and its fused kernel is the one
-    that takes a flag from the device; torch's lerp takes none.
+    that reads a flag on the device. `torch._foreach_lerp_` reads its weight on the host, and so waits for the GPU;
+    foreach sub, mul and add need temporary memory as large as the weights.
     """
-    groups: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[Tensor]]] = {}
-    for average, value in zip(averages, values, strict=True):
-        ours, theirs = groups.setdefault((average.device, average.dtype), ([], []))
-        ours.append(average)
-        theirs.append(value)
-    for (device, _), (ours, theirs) in groups.items():
-        torch._fused_sgd_(
-            ours,
-            theirs,
-            [],
-            lr=weight,
-            weight_decay=1.0,
-            maximize=True,
-            momentum=0.0,
-            dampening=0.0,
-            nesterov=False,
-            is_first_step=False,
-            # Blocking: a kernel on the CPU would read it before it arrives.
-            found_inf=is_skipped.to(device),
-        )
+    sgd(
+        averages,
+        values,
+        [None] * len(averages),
+        fused=True,
+        found_inf=is_skipped,
+        lr=weight,
+        weight_decay=1.0,
+        maximize=True,
+        momentum=0.0,
+        dampening=0.0,
+        nesterov=False,
+    )

@@ -1,24 +1,26 @@
-"""One process, or DDP: every rank holds everything, and a share of it is its own to save and to average."""
+"""One process, or DDP: every rank holds everything, and saves and averages an equal share of it."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import final
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from distiller.student_state.base import Counters, Kind, Piece, Read, StudentState
-from distiller.student_state.module import SavedTensors
-from distiller.student_state.torch_adamw import MomentsOf, load_moments, load_scaler, read_counters
+from distiller.student_state.saved_tensors import SavedTensors
+from distiller.student_state.torch_adamw import Moments, load_moments, load_scaler, read_counters
 
 
+@final
 class PlainState(StudentState):
-    """Rank r of n has the elements r/n to (r + 1)/n of all parameters laid end to end, and rank 0 the buffers.
+    """Rank r of n has the elements r/n to (r + 1)/n of all parameters concatenated, and rank 0 the buffers.
 
-    DDP hands rank 0's buffers to the others before every forward pass, so those are the ones that count.
+    DDP broadcasts rank 0's buffers before every forward pass.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -35,13 +37,13 @@ class PlainState(StudentState):
         total = sum(parameter.numel() for parameter in self._saved.parameters.values())
         rank, count = self._accelerator.process_index, self._accelerator.num_processes
         first, last = total * rank // count, total * (rank + 1) // count
-        offset, moments = 0, MomentsOf(self._optimizer, kind)
+        offset, moments = 0, Moments(self._optimizer, kind)
         for name, parameter in self._saved.parameters.items():
             start, stop = max(first - offset, 0), min(last - offset, parameter.numel())
             offset += parameter.numel()
-            source = parameter.detach() if kind == "weights" else moments.of(parameter)
+            source = parameter.detach() if kind == "weights" else moments.get(parameter)
             if start < stop and source is not None:
-                yield Piece(name, start, source.reshape(-1)[start:stop], is_lasting=True)
+                yield Piece(name, start, source.reshape(-1)[start:stop], is_persistent=True)
         if kind == "weights" and rank == 0:
             yield from self._saved.buffer_pieces()
 
@@ -52,12 +54,12 @@ class PlainState(StudentState):
     def load(self, read: Read, counters: Counters) -> None:
         """See StudentState. Does not communicate."""
 
-        def fill(kind: Kind, name: str, target: Tensor) -> None:
+        def load_tensor(kind: Kind, name: str, target: Tensor) -> None:
             target.copy_(read(kind, name, 0, target.numel()).view(target.shape))
 
         with torch.no_grad():
             for name, tensor in self._saved.tensors.items():
-                fill("weights", name, tensor)
+                load_tensor("weights", name, tensor)
         names = {id(parameter): name for name, parameter in self._saved.parameters.items()}
-        load_moments(self._optimizer, names, fill, counters.updates)
+        load_moments(self._optimizer, names, load_tensor, counters.updates)
         load_scaler(self._accelerator.scaler, counters)

@@ -1,8 +1,8 @@
-"""DeepSpeed's ZeRO-1 and ZeRO-2: module weights on every rank, float32 masters and moments cut over the ranks.
+"""DeepSpeed's ZeRO-1 and ZeRO-2: module weights on every rank, float32 masters and moments partitioned over the ranks.
 
-The parameters of a group lie end to end in one flat tensor, padded and cut into as many equal partitions as there are
-ranks. A parameter's `_hp_mapping` says which of its elements this rank's partition has, and where; a cut may go
-through the middle of it.
+The parameters of a group are concatenated in one flat tensor, padded and split into as many equal partitions as there
+are ranks. A parameter's `_hp_mapping` says which of its elements are in this rank's partition, and where; a parameter
+may be in two partitions.
 """
 
 # The libraries' stubs are narrower than what the libraries take and return.
@@ -10,7 +10,7 @@ through the middle of it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate import Accelerator
@@ -23,13 +23,14 @@ from distiller.student_state.deepspeed_optimizer import (
     new_moments,
     replay_bias_correction,
 )
-from distiller.student_state.module import SavedTensors
+from distiller.student_state.saved_tensors import SavedTensors
 
 
+@final
 class Zero12State(StudentState):
     """With the optimizer on the device or on the CPU, in any precision, under either of DeepSpeed's two optimizers.
 
-    What is not trained is whole on every rank, and rank 0's to save.
+    Frozen parameters are replicated; rank 0 saves them.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -45,11 +46,11 @@ class Zero12State(StudentState):
 
     def pieces(self, kind: Kind) -> Iterator[Piece]:
         """See StudentState; views of the flat partitions. Does not communicate."""
-        for name, start, flat, run in self._fragments():
+        for name, start, flat, span in self._fragments():
             state = self._inner.state.get(flat, {})
             source = flat.detach() if kind == "weights" else state.get(kind)
             if source is not None:
-                yield Piece(name, start, source[run], is_lasting=True)
+                yield Piece(name, start, source[span], is_persistent=True)
         if kind == "weights" and self._rank == 0:
             for name, parameter in self._saved.frozen.items():
                 yield Piece(name, 0, parameter.detach().reshape(-1).float())
@@ -66,13 +67,13 @@ class Zero12State(StudentState):
                 flat = group["params"][0]
                 self._inner.state[flat] = new_moments(self._inner, group, flat, counters.updates)
         with torch.no_grad():
-            for name, start, flat, run in self._fragments():
-                count = run.stop - run.start
-                flat[run].copy_(read("weights", name, start, count))
+            for name, start, flat, span in self._fragments():
+                count = span.stop - span.start
+                flat[span].copy_(read("weights", name, start, count))
                 if counters.updates:
                     state = self._inner.state[flat]
-                    state["exp_avg"][run].copy_(read("exp_avg", name, start, count))
-                    state["exp_avg_sq"][run].copy_(read("exp_avg_sq", name, start, count))
+                    state["exp_avg"][span].copy_(read("exp_avg", name, start, count))
+                    state["exp_avg_sq"][span].copy_(read("exp_avg_sq", name, start, count))
             for name, parameter in self._saved.frozen.items():
                 parameter.copy_(read("weights", name, 0, parameter.numel()).view(parameter.shape))
         self._saved.load_buffers(read)
@@ -81,10 +82,10 @@ class Zero12State(StudentState):
         self._zero.update_lp_params()
 
     def _fragments(self) -> Iterator[tuple[str, int, Tensor, slice]]:
-        """(name, first element, flat partition, place in it) of every parameter that this rank has a part of."""
+        """(name, first element, flat partition, slice of it) of every parameter that is in this rank's partition."""
         for name, parameter in self._saved.trained.items():
             mapping = parameter._hp_mapping
             if mapping is not None:
                 flat = self._inner.param_groups[mapping.param_group_index]["params"][0]
-                here = mapping.hp_fragment_address
-                yield name, mapping.lp_fragment_address.start, flat, slice(here.start, here.start + here.numel)
+                address = mapping.hp_fragment_address
+                yield name, mapping.lp_fragment_address.start, flat, slice(address.start, address.start + address.numel)

@@ -1,7 +1,7 @@
-"""DeepSpeed's ZeRO-3: every parameter is padded and cut into as many equal runs as there are ranks.
+"""DeepSpeed's ZeRO-3: every parameter is padded and split into as many equal partitions as there are ranks.
 
-A rank's runs of many parameters lie end to end in the flat float32 tensor of a sub-group, with moments of the same
-layout; each in GPU memory, in host memory, or in a file from which whole sub-groups are swapped in.
+A rank's partitions of many parameters are concatenated in the flat float32 tensor of a sub-group, with moments of the
+same layout; each in GPU memory, in host memory, or in a file from which whole sub-groups are swapped in.
 """
 
 # The libraries' stubs are narrower than what the libraries take and return.
@@ -9,7 +9,7 @@ layout; each in GPU memory, in host memory, or in a file from which whole sub-gr
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate import Accelerator
@@ -22,14 +22,15 @@ from distiller.student_state.deepspeed_optimizer import (
     new_moments,
     replay_bias_correction,
 )
-from distiller.student_state.module import SavedTensors
+from distiller.student_state.saved_tensors import SavedTensors
 
 
+@final
 class Zero3State(StudentState):
     """With optimizer and parameters on the device, on the CPU or on a disk, in any precision.
 
-    DeepSpeed's `safe_get_local_fp32_param` and its like give the same runs, but move each to the GPU, and read a
-    sub-group's files again for every parameter in it; here a sub-group is swapped in once a kind.
+    DeepSpeed's `safe_get_local_fp32_param` and its like give the same values, but move each to the GPU, and read a
+    sub-group's files again for every parameter in it; here a sub-group is swapped in once for each kind.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -47,41 +48,41 @@ class Zero3State(StudentState):
         }
 
     def pieces(self, kind: Kind) -> Iterator[Piece]:
-        """See StudentState; views of the flat tensors. Communicates for what is not trained."""
-        for number, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
-            state = self._inner(number).state.get(flat, {})
+        """See StudentState; views of the flat tensors. Communicates for frozen parameters."""
+        for i, flat in enumerate(self._zero.fp32_partitioned_groups_flat):
+            state = self._inner(i).state.get(flat, {})
             if kind != "weights" and kind not in state:
                 continue
-            is_swapped = self._zero._swappable_optimizer_subgroup(number)
+            is_swapped = self._zero._swappable_optimizer_subgroup(i)
             if is_swapped:
-                self._zero._optimizer_states_and_gradient_swap_in(number)
+                self._zero._optimizer_states_and_gradient_swap_in(i)
             source = flat.detach() if kind == "weights" else state[kind]
-            for name, start, run in self._runs(number):
-                yield Piece(name, start, source[run], is_lasting=not is_swapped)
+            for name, start, span in self._partitions(i):
+                yield Piece(name, start, source[span], is_persistent=not is_swapped)
             if is_swapped:
-                self._zero._release_swap_buffers(number)
+                self._zero._release_swap_buffers(i)
         if kind == "weights":
-            yield from self._untrained()
+            yield from self._frozen_pieces()
 
     def counters(self) -> Counters:
         """See StudentState."""
         return counters_of(self._zero, self._inner(0), self._precision)
 
     def load(self, read: Read, counters: Counters) -> None:
-        """See StudentState. Communicates: small parameters that every rank keeps whole are gathered again."""
+        """See StudentState. Communicates: small parameters that every rank keeps gathered are gathered again."""
         from deepspeed import zero
 
-        # Parameters that are whole now would not see what is written to their runs.
+        # A parameter that is gathered now would not be updated by writes to its partition.
         self._zero.checkpoint_event_prologue()
-        for number in range(len(self._zero.fp32_partitioned_groups_flat)):
-            is_swapped = self._zero._swappable_optimizer_subgroup(number)
+        for i in range(len(self._zero.fp32_partitioned_groups_flat)):
+            is_swapped = self._zero._swappable_optimizer_subgroup(i)
             if is_swapped:
-                self._zero._optimizer_states_and_gradient_swap_in(number)
-            self._load_sub_group(number, read, counters.updates)
-            # The module's own copies, in their precision and place, follow the float32 ones.
-            self._zero._reassign_or_swap_out_partitioned_parameters(number)
+                self._zero._optimizer_states_and_gradient_swap_in(i)
+            self._load_sub_group(i, read, counters.updates)
+            # Copies the float32 values into the module's own parameters, in their precision and on their device.
+            self._zero._reassign_or_swap_out_partitioned_parameters(i)
             if is_swapped:
-                self._zero._optimizer_states_and_gradient_swap_out(number)
+                self._zero._optimizer_states_and_gradient_swap_out(i)
         for name, parameter in self._saved.frozen.items():
             with zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
                 if self._rank == 0:
@@ -91,23 +92,23 @@ class Zero3State(StudentState):
         load_loss_scale(self._zero, counters.loss_scale, self._precision)
         self._zero.checkpoint_event_epilogue()
 
-    def _load_sub_group(self, number: int, read: Read, updates: int) -> None:
-        flat, inner = self._zero.fp32_partitioned_groups_flat[number], self._inner(number)
+    def _load_sub_group(self, i: int, read: Read, updates: int) -> None:
+        flat, inner = self._zero.fp32_partitioned_groups_flat[i], self._inner(i)
         if updates:
-            group = inner.param_groups[self._zero.sub_group_to_group_id[number]]
+            group = inner.param_groups[self._zero.sub_group_to_group_id[i]]
             inner.state[flat] = new_moments(inner, group, flat, updates)
         with torch.no_grad():
-            for name, start, run in self._runs(number):
-                count = run.stop - run.start
-                flat[run].copy_(read("weights", name, start, count))
+            for name, start, span in self._partitions(i):
+                count = span.stop - span.start
+                flat[span].copy_(read("weights", name, start, count))
                 if updates:
-                    inner.state[flat]["exp_avg"][run].copy_(read("exp_avg", name, start, count))
-                    inner.state[flat]["exp_avg_sq"][run].copy_(read("exp_avg_sq", name, start, count))
+                    inner.state[flat]["exp_avg"][span].copy_(read("exp_avg", name, start, count))
+                    inner.state[flat]["exp_avg_sq"][span].copy_(read("exp_avg_sq", name, start, count))
 
-    def _runs(self, number: int) -> Iterator[tuple[str, int, slice]]:
-        """(name, first element, where they lie in the flat tensor), without the padding of the last ranks."""
+    def _partitions(self, i: int) -> Iterator[tuple[str, int, slice]]:
+        """(name, first element, slice of the flat tensor), without the padding of the last ranks."""
         offset = 0
-        for parameter in self._zero.fp16_groups[number]:
+        for parameter in self._zero.fp16_groups[i]:
             width = parameter.partition_numel()
             start = self._rank * width
             count = min(width, parameter.ds_numel - start)
@@ -115,12 +116,12 @@ class Zero3State(StudentState):
                 yield self._names[id(parameter)], start, slice(offset, offset + count)
             offset += width
 
-    def _inner(self, number: int) -> Any:
-        """The AdamW of a sub-group: with partial offload those on the GPU have one of their own."""
-        is_partial = self._zero.offload_optimizer and self._zero.subgroup_to_device[number] != "cpu"
+    def _inner(self, i: int) -> Any:
+        """The AdamW of a sub-group: with partial offload, sub-groups on the GPU have another one."""
+        is_partial = self._zero.offload_optimizer and self._zero.subgroup_to_device[i] != "cpu"
         return self._zero.backup_optimizer if is_partial else self._zero.optimizer
 
-    def _untrained(self) -> Iterator[Piece]:
+    def _frozen_pieces(self) -> Iterator[Piece]:
         from deepspeed import zero
 
         for name, parameter in self._saved.frozen.items():

@@ -17,7 +17,7 @@ from distiller.teachers.base import (
     run_module_calls,
 )
 from distiller.teachers.sharding.fsdp2 import FullyShardedModules
-from distiller.teachers.sharding.sharded_modules import Shards, held_bytes
+from distiller.teachers.sharding.sharded_modules import ShardedModules, storage_bytes
 from distiller.teachers.sharding.zero3 import Zero3Modules
 
 
@@ -31,14 +31,14 @@ class ShardedTeacher(Teacher):
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks = network, setup.ranks
         make = Zero3Modules if setup.under_deepspeed else FullyShardedModules
-        self._shards: Shards = make(network, setup)
-        self._host_bytes = sum(self._ranks.gather_on_node(held_bytes(self._shards.tensors(), "cpu")))
+        self._shards: ShardedModules = make(network, setup)
+        self._host_bytes = sum(self._ranks.gather_on_node(storage_bytes(self._shards.tensors(), "cpu")))
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._run, self._ranks)
 
     def memory(self) -> TeacherMemory:
-        return TeacherMemory(held_bytes(self._shards.tensors(), "cuda"), self._host_bytes)
+        return TeacherMemory(storage_bytes(self._shards.tensors(), "cuda"), self._host_bytes)
 
     def close(self) -> None:
         self._shards.close()
@@ -47,5 +47,5 @@ class ShardedTeacher(Teacher):
     def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         results = run_module_calls(self._network, self._shards.modules, agenda)
         for name, _ in agenda:
-            self._shards.settle(name)
+            self._shards.release_forward_state(name)
         return results

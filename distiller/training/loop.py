@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from distiller.checkpoint.format import Spent
+from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due, is_time
@@ -89,7 +89,7 @@ class Outcome:
     """
 
     metrics: dict[str, Any]
-    spent: Spent
+    spent: SessionTotals
     save_error: CheckpointError | None = None
 
 
@@ -180,7 +180,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     return Outcome(metrics, _spent(run, timer), save_error)
 
 
-def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: Spent) -> NoReturn:
+def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: SessionTotals) -> NoReturn:
     """Saves a checkpoint of update `step` and raises StoppedError, on every rank. Communicates."""
     signals = [number for number in run.ranks.gather(requested) if number]
     guard.flush()
@@ -198,9 +198,9 @@ def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, s
     raise StoppedError(text, min(signals), is_agreed=True)
 
 
-def _spent(run: Run, timer: StepTimer) -> Spent:
+def _spent(run: Run, timer: StepTimer) -> SessionTotals:
     """Time, steps and failed saves of this session so far."""
-    return Spent(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
+    return SessionTotals(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
 
 
 def _teacher_outputs(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:

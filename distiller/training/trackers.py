@@ -14,6 +14,7 @@ from accelerate import Accelerator
 
 from distiller.config.loading import dump
 from distiller.config.recipe import Recipe
+from distiller.storage.durable_writes import write_durably
 
 TRACKING_FOLDER = "tracking"
 _RUN_FILE = "run.json"
@@ -46,9 +47,7 @@ class TrackedRun:
         folder = Path(self.folder)
         content = {"id": self.id, "folder": self.folder, "handed": self.last_steps}
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = (folder / _RUN_FILE).with_suffix(".tmp")
-        temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        temporary.replace(folder / _RUN_FILE)
+        write_durably(folder / _RUN_FILE, json.dumps(content) + "\n")
 
 
 def tracked_run(folder: Path) -> TrackedRun:

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from distiller.config.recipe import Recipe
+from distiller.storage.durable_writes import write_durably
 from distiller.storage.line_file import LineFile
 from distiller.training.trackers import Trackers
 
@@ -113,6 +114,4 @@ def _cut_back(file: Path, last_step: int) -> None:
                 kept.append(line + "\n")
         except (ValueError, KeyError, TypeError):
             continue
-    temporary = file.with_suffix(".tmp")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(file)
+    write_durably(file, "".join(kept))

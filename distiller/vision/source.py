@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import final
 
 from distiller.config.classification import ClassificationRecipe
-from distiller.data.pictures import look_at
+from distiller.data.pictures import check_pictures
 from distiller.errors import UserError
 from distiller.storage.stages import digest_of
 from distiller.vision.files import Processor
@@ -50,7 +50,7 @@ class PictureSource:
 
     def look_at(self, num_channels: int) -> str:
         """Reads some of the pictures, and says how many. Raises UserError for one that cannot be read."""
-        return look_at(lambda number: self._pictures.read(number, num_channels), len(self._pictures.classes))
+        return check_pictures(lambda number: self._pictures.read(number, num_channels), len(self._pictures.classes))
 
     @cached_property
     def contents_digest(self) -> str:

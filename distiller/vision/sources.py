@@ -13,7 +13,7 @@ from typing import Any
 from distiller.config.classification import ClassificationData
 from distiller.data.folders import files_below, folders_in
 from distiller.data.pictures import (
-    READER,
+    READER_VERSION,
     SUFFIXES,
     UnreadablePictureError,
     check_size,
@@ -85,7 +85,7 @@ class FolderPictures(Pictures):
         self.names = [f"{file.relative_to(path)}, {size} bytes" for file, size in zip(self._files, sizes, strict=True)]
 
     def contents(self) -> Any:
-        return [READER, contents_digest(self._files)]
+        return [READER_VERSION, contents_digest(self._files)]
 
     def read(self, number: int, num_channels: int) -> Picture:
         file = self._files[number]
@@ -138,7 +138,7 @@ class DatasetPictures(Pictures):
         self._loaded, self._column = loaded, data.image_column
 
     def contents(self) -> Any:
-        return [READER, str(self._loaded._fingerprint), self._column]
+        return [READER_VERSION, str(self._loaded._fingerprint), self._column]
 
     def read(self, number: int, num_channels: int) -> Picture:
         try:

@@ -30,8 +30,8 @@ from distiller.distributed.process import prepare_environment
 from distiller.distributed.ranks import Ranks
 from distiller.launch.accelerator import World, open_world
 from distiller.launch.fsdp import wrapped_classes
+from distiller.student_state.factory import open_state
 from distiller.student_state.moving_average import MovingAverage
-from distiller.student_state.opening import open_state
 from distiller.training.optim import build_optimizer
 
 GIB = 2**30

@@ -22,7 +22,7 @@ from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.launch.accelerator import engine_name
 from distiller.launch.fsdp import fsdp_plugin, parse_fsdp, shard_on_cpu, wrapped_classes
 from distiller.student_state.base import Counters, Kind, StudentState
-from distiller.student_state.opening import open_state
+from distiller.student_state.factory import open_state
 from distiller.training.optim import build_optimizer, set_learning_rate
 from tests import toys
 from tests.distributed.assembled import assembled

@@ -25,7 +25,7 @@ from distiller.storage.swap_folder import LOCK, PREFIX, SwapFolder
 from distiller.teachers.base import Call, Network, Outputs, Request
 from distiller.teachers.sharded import ShardedTeacher
 from distiller.teachers.sharding import zero3
-from distiller.teachers.sharding.sharded_modules import held_bytes
+from distiller.teachers.sharding.sharded_modules import storage_bytes
 from distiller.teachers.weights.layout import lay_out
 from tests.distributed.ranks import on_ranks
 from tests.placement_contract import answers, open_case
@@ -139,7 +139,7 @@ def held(folder: Path, under_deepspeed: bool, offload: str) -> dict[str, Any]:
     module = teacher._shards.modules["wide"]
     is_fsdp = isinstance(module, FSDPModule)
     notes = len(module._get_fsdp_state()._comm_ctx.post_forward_order) if is_fsdp else 0
-    after = held_bytes(teacher._shards.tensors(), "cpu")
+    after = storage_bytes(teacher._shards.tensors(), "cpu")
     del module
     teacher.close()
     return {

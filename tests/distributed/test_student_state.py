@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from distiller.config.recipe import Optim
 from distiller.launch.accelerator import engine_name
 from distiller.student_state.base import Counters, Kind, StudentState
-from distiller.student_state.opening import open_state
+from distiller.student_state.factory import open_state
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.optim import build_optimizer, set_learning_rate
 from tests.distributed.assembled import assembled

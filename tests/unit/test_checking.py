@@ -13,7 +13,7 @@ from distiller import commands
 from distiller.cli import main
 from distiller.commands import training_run
 from distiller.config.loading import dump, parse
-from distiller.data.pictures import MOST_LOOKED_AT, look_at
+from distiller.data.pictures import MAX_CHECKED_PICTURES, check_pictures
 from distiller.errors import UserError
 from distiller.storage.weight_files import read_header
 from tests import classifiers
@@ -55,10 +55,10 @@ def test_so_is_one_of_a_classifiers(tmp_path, capsys):
 
 def test_of_many_pictures_evenly_spaced_ones_are_read_with_the_first_and_the_last():
     seen: list[int] = []
-    assert look_at(seen.append, 1000) == f"{MOST_LOOKED_AT} of 1,000 pictures read"
-    assert (seen[0], seen[-1], len(set(seen))) == (0, 999, MOST_LOOKED_AT)
+    assert check_pictures(seen.append, 1000) == f"{MAX_CHECKED_PICTURES} of 1,000 pictures read"
+    assert (seen[0], seen[-1], len(set(seen))) == (0, 999, MAX_CHECKED_PICTURES)
     seen.clear()
-    assert look_at(seen.append, 1) == "1 of 1 pictures read"
+    assert check_pictures(seen.append, 1) == "1 of 1 pictures read"
     assert seen == [0]
 
 

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from distiller.checkpoint import saving, snapshot, writing
-from distiller.checkpoint.format import Spent, dump_progress, parse_progress, rank_file
+from distiller.checkpoint.format import SessionTotals, dump_progress, parse_progress, rank_file
 from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import check_resumable, latest_step
@@ -237,7 +237,7 @@ def test_a_changed_progress_file_is_damaged(tmp_path, state):
     older = json.loads(text)
     del older["spent"], older["sha256"]
     older["sha256"] = digest_of_progress(older)
-    assert parse_progress(json.dumps(older)).spent == Spent()
+    assert parse_progress(json.dumps(older)).spent == SessionTotals()
     with pytest.raises(ValueError, match="digest"):
         parse_progress(text.replace('"step": 2', '"step": 3'))
     for other in ("[]", "{}", "", json.dumps(json.loads(text) | {"format": "pieces-2"})):

@@ -1,4 +1,4 @@
-"""What the two ways of sharding share: modules whose weights are spread over all ranks, and how they are filled."""
+"""What FSDP2 and ZeRO-3 teachers share: modules whose weights are sharded over all ranks, and how they are loaded."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from distiller.teachers.weights.layout import Unit
 from distiller.teachers.weights.loading import ModulePlan, broadcast_unit, read_to_device, staging_buffer
 
 
-class Shards(ABC):
-    """A network's modules, of which every rank holds its share. A forward pass gathers each block as it comes to it.
+class ShardedModules(ABC):
+    """A network's modules, of which every rank holds a shard. A forward pass gathers each block before it runs.
 
-    All ranks run the same passes through the same modules in the same order.
+    Forward passes communicate: all ranks run the same ones through the same modules in the same order.
     """
 
     modules: dict[str, nn.Module]
 
     @abstractmethod
-    def settle(self, name: str) -> None:
-        """After one or more passes through a module: whatever the library keeps for a backward pass is let go."""
+    def release_forward_state(self, name: str) -> None:
+        """Drops what the library keeps for a backward pass; called after one or more passes through a module."""
 
     @abstractmethod
     def tensors(self) -> Iterator[Tensor]:
-        """All memory in which this rank holds weights now, wherever it lies; views of the same memory may repeat."""
+        """All tensors in which this rank holds weights now, on any device; several may be views of the same memory."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees this rank's share."""
+        """Frees this rank's shards."""
 
 
-def units_in_turn(plan: ModulePlan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor]]:
-    """Each unit, and its weights whole on this rank's device (uint8). Rank 0 reads, the others receive. Communicates.
+def broadcast_units(plan: ModulePlan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor]]:
+    """(Unit, all its bytes on this rank's device as uint8), one by one. Rank 0 reads, the others receive. Communicates.
 
-    All units pass through the same memory: what is to stay must be copied out before the next one is asked for.
+    All units use the same memory: copy what is needed before the next one is requested.
     """
     buffer = torch.empty(max(unit.num_bytes for unit in plan.units), dtype=torch.uint8, device=ranks.device)
     staging = staging_buffer(plan.units, ranks.device) if ranks.is_main else None
@@ -51,8 +51,8 @@ def units_in_turn(plan: ModulePlan, ranks: Ranks) -> Iterator[tuple[Unit, Tensor
     plan.close_files()
 
 
-def held_bytes(tensors: Iterator[Tensor], device_type: str) -> int:
-    """Bytes of the memory behind tensors on one type of device, each run of it counted once."""
+def storage_bytes(tensors: Iterator[Tensor], device_type: str) -> int:
+    """Bytes of the storages behind tensors on one type of device, each storage counted once."""
     storages = {
         (tensor.device, tensor.untyped_storage().data_ptr()): tensor.untyped_storage().nbytes()
         for tensor in tensors

@@ -1,4 +1,4 @@
-"""Shards by DeepSpeed's ZeRO-3: an engine for each module, beside the student's and outside of Accelerate."""
+"""Shards by DeepSpeed's ZeRO-3: one engine for each module, separate from the student's and from Accelerate."""
 
 # Attributes that the libraries set at run time, which their stubs lack.
 # pyright: reportAttributeAccessIssue=false
@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from distiller.launch.asynchronous_io import check_asynchronous_io
 from distiller.storage.packaged_files import launch_files_dir
 from distiller.storage.swap_folder import SwapFolder
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.sharding.sharded_modules import Shards, units_in_turn
+from distiller.teachers.sharding.sharded_modules import ShardedModules, broadcast_units
 from distiller.teachers.weights.layout import move_own_buffers
 from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
@@ -30,14 +30,15 @@ PRECISIONS = {
     torch.bfloat16: {"bf16": {"enabled": True}},
     torch.float16: {"fp16": {"enabled": True}},
 }
-"""How `zero.Init` is told the dtype of its buffers for the disk; it casts no parameter."""
+"""Tells `zero.Init` the dtype of its swap buffers; it casts no parameter."""
 
 
-class Zero3Modules(Shards):
-    """ZeRO-3 over all ranks. Every parameter is flat and in N parts; small ones become whole where they are first used.
+@final
+class Zero3Modules(ShardedModules):
+    """ZeRO-3 over all ranks: every parameter is flattened and partitioned; small ones stay gathered after first use.
 
-    The student's engine notices nothing: no `zero.Init` context stays open, Accelerate does not know these engines,
-    and `torch.nn.functional.linear` is left as it is.
+    The student's engine is not affected: no `zero.Init` context stays open, Accelerate does not know these engines,
+    and `torch.nn.functional.linear` is not patched.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
@@ -53,12 +54,12 @@ class Zero3Modules(Shards):
         self._engines: list[Any] = []
         for plan in plans:
             self._load(plan, setup)
-            # Without a precision: an engine that has one casts, and float32 islands are to stay what they are.
+            # Without a precision section: with one the engine casts all parameters, float32 islands included.
             self._engines.append(deepspeed.initialize(model=plan.module, config=copy.deepcopy(self._config))[0])
         self.modules = {plan.name: plan.module for plan in plans}
 
-    def settle(self, name: str) -> None:
-        """Nothing is kept: ZeRO-3 lets go of a pass when the next one begins."""
+    def release_forward_state(self, name: str) -> None:
+        """Does nothing: ZeRO-3 drops the state of a pass when the next one begins."""
 
     def tensors(self) -> Iterator[Tensor]:
         for module in self.modules.values():
@@ -74,7 +75,7 @@ class Zero3Modules(Shards):
             engine.destroy()
         for module in self.modules.values():
             for parameter in module.parameters():
-                # Caches inside of DeepSpeed keep the modules for ever; what they hold can be given back.
+                # DeepSpeed's caches never drop the modules, so their memory is freed here.
                 parameter.data = parameter.data.new_empty(0)
                 parameter.ds_tensor.data = parameter.ds_tensor.new_empty(0)
         self._engines.clear()
@@ -86,7 +87,7 @@ class Zero3Modules(Shards):
             self._folder.remove()
 
     def _load(self, plan: ModulePlan, setup: Setup) -> None:
-        for unit, whole in units_in_turn(plan, setup.ranks):
+        for unit, whole in broadcast_units(plan, setup.ranks):
             state: dict[str, Tensor] = {}
             for entry in unit.entries:
                 value = entry.view(whole)
@@ -97,7 +98,7 @@ class Zero3Modules(Shards):
         move_own_buffers(plan.module, setup.ranks.device)
 
     def _partition(self, parameters: Sequence[nn.Parameter], setup: Setup) -> None:
-        """Leaves this rank's part of each parameter where `teacher.offload` says."""
+        """Partitions parameters; this rank's partition is kept where `teacher.offload` says."""
         from deepspeed import zero
 
         config = self._config | PRECISIONS[setup.dtype]
@@ -106,7 +107,7 @@ class Zero3Modules(Shards):
         self._swapper = init.param_swapper
         islands = nn.ParameterList(parameter for parameter in parameters if parameter.dtype != setup.dtype)
         if self._swapper is not None:
-            # The swapper's buffers are of one dtype, and would round what is of another.
+            # The swapper's buffers have one dtype, to which parameters of another would be rounded.
             config["zero_optimization"] = config["zero_optimization"] | {"offload_param": {"device": "cpu"}}
         zero.Init(islands, config_dict_or_path=copy.deepcopy(config))
 

@@ -1,1 +1,1 @@
-"""A teacher that one rank holds and answers for all."""
+"""A teacher on one rank, which runs the calls of all ranks."""

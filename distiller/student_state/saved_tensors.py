@@ -1,8 +1,9 @@
-"""What of a module is saved: parameters and persistent buffers, each under its first name."""
+"""The saved tensors of a module: parameters and persistent buffers, each under its first name."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 from distiller.student_state.base import Piece, Read
 
 
+@final
 class SavedTensors:
     """The live tensors of a module, in its order.
 
@@ -30,21 +32,21 @@ class SavedTensors:
 
     @property
     def trained(self) -> dict[str, Tensor]:
-        """The parameters that the optimizer has."""
+        """The parameters that are trained."""
         return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
 
     @property
     def frozen(self) -> dict[str, Tensor]:
-        """The parameters that nobody trains."""
+        """The parameters that are not trained."""
         return {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
 
     def buffer_pieces(self) -> Iterator[Piece]:
         """Every buffer whole."""
         for name, buffer in self.buffers.items():
-            yield Piece(name, 0, buffer.detach().reshape(-1), is_lasting=True)
+            yield Piece(name, 0, buffer.detach().reshape(-1), is_persistent=True)
 
     def load_buffers(self, read: Read) -> None:
-        """Puts saved buffers in, in the dtype that the engine holds them in."""
+        """Loads saved buffers, in the dtype that the engine holds them in."""
         with torch.no_grad():
             for name, buffer in self.buffers.items():
                 buffer.copy_(read("weights", name, 0, buffer.numel()).view(buffer.shape))
