@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from distiller.build import Finished, build, check_run, last_step_of
+from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import Spent
 from distiller.config.recipe import Recipe
 from distiller.data.order import UpdatePlan
@@ -29,6 +29,7 @@ from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import Outcome, Run
 from distiller.training.loop import train as run_loop
 from distiller.training.tracking import GIB, last_metrics
+from distiller.training.update_plan import last_step_of
 
 DRY_RUN_STEPS = 3
 FLOAT32_BYTES = 4
