@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from distiller import __version__
 from distiller.build import check_run
 from distiller.cache.key import content_key
-from distiller.cache.layout import Layout, evenly, shard_name
+from distiller.cache.layout import Layout, samples_per_shard, shard_name
 from distiller.cache.manifest import MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.shards import remove_partial
 from distiller.cache.writing import Batching, CacheWriter, Measured, check_room, claim, plan_layout
@@ -162,7 +162,7 @@ def _write(
     writer, draws = CacheWriter(folder, task, teacher, data, batching, ranks), _num_draws(session)
     measured = writer.measure()
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)
-    per_shard = evenly(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)
+    per_shard = samples_per_shard(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)
     wanted = Layout(task.num_samples, draws, per_shard, recipe.seed)
     layout = ranks.broadcast_from_main(lambda: plan_layout(folder, key, wanted, measured.names))
     if repair:
