@@ -64,32 +64,32 @@ def guarded(command: Callable[[StopSignals], None]) -> int:
         if isinstance(error, UserError) and not isinstance(error, AgreedUserError):
             report_failure(one_line(error))
         codes = {UserError: EXIT_USE, QualityGateError: EXIT_GATE, RunError: EXIT_FAILED}
-        return complain(error, next(code for kind, code in codes.items() if isinstance(error, kind)))
+        return report_error(error, next(code for kind, code in codes.items() if isinstance(error, kind)))
     except StoppedError as error:
-        return complain(error, EXIT_SIGNALLED + error.signal_number)
+        return report_error(error, EXIT_SIGNALLED + error.signal_number)
     except RuntimeError as error:
         stops.defer()
         if not is_lost_rank_error(error):
-            _leave_bug(error)
+            _report_unexpected(error)
             raise
-        return complain(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
+        return report_error(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     except KeyboardInterrupt:
         # Commands that write nothing which goes on, and the imports of the others, do not listen for signals.
         stopped = StoppedError("stopped by SIGINT; start it again", signal.SIGINT, is_agreed=False)
-        return complain(stopped, EXIT_SIGNALLED + signal.SIGINT)
+        return report_error(stopped, EXIT_SIGNALLED + signal.SIGINT)
     except Exception as error:
         stops.defer()
         if (text := full_disk(error)) is None:
-            _leave_bug(error)
+            _report_unexpected(error)
             raise
-        return complain(RunError(text), EXIT_FAILED)
+        return report_error(RunError(text), EXIT_FAILED)
     finally:
         stops.close()
         end_loader_processes()
     return 0
 
 
-def complain(error: BaseException, code: int) -> int:
+def report_error(error: BaseException, code: int) -> int:
     """One line on stderr, from one rank of a machine; from rank 0 where all ranks know the same.
 
     And the same where the launcher looks for each rank's reason, whoever speaks.
@@ -101,7 +101,7 @@ def complain(error: BaseException, code: int) -> int:
     named = f"distiller, rank {rank()}{where}: {one_line(error)}"
     plain = f"distiller{where}: {one_line(error)}"
     reason = named if is_own and not _is_agreed(error) else plain
-    if _speaks(error, reason):
+    if _prints(error, reason):
         print(named if is_own and not is_main_process() else plain, file=sys.stderr, flush=True)
     write_error_file(reason, is_own=isinstance(error, OwnUserError))
     return code
@@ -117,14 +117,14 @@ def _is_agreed(error: BaseException) -> bool:
     return isinstance(error, AgreedError | AgreedUserError) or (isinstance(error, StoppedError) and error.is_agreed)
 
 
-def _speaks(error: BaseException, reason: str) -> bool:
+def _prints(error: BaseException, reason: str) -> bool:
     is_first = is_first_to_report(reason)
     if isinstance(error, OwnUserError | SilentUserError):
         return isinstance(error, OwnUserError)
     return is_main_process() if _is_agreed(error) else is_first
 
 
-def _leave_bug(error: BaseException) -> None:
+def _report_unexpected(error: BaseException) -> None:
     """For an error without a message of ours, whose traceback follows."""
     reason = f"distiller, rank {rank()}: {type(error).__name__}: {one_line(error)}"
     is_first_to_report(reason)

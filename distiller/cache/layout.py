@@ -55,22 +55,22 @@ class Layout:
         number = shard % self.shards_per_draw
         return min(self.per_shard, self.num_samples - number * self.per_shard)
 
-    def place(self, draw: int, sample_id: int) -> tuple[int, int]:
+    def locate(self, draw: int, sample_id: int) -> tuple[int, int]:
         """(shard, row) of a sample's output."""
         position = int(_positions(self.seed, draw, self.num_samples)[sample_id])
         number, row = divmod(position, self.per_shard)
         return draw * self.shards_per_draw + number, row
 
 
-def evenly(num_samples: int, draws: int, files: int, step: int) -> int:
-    """Samples a file, so that there are about so many files in all, each of whole requests and none much shorter.
+def samples_per_shard(num_samples: int, draws: int, num_files: int, request_size: int) -> int:
+    """Samples a file: about `num_files` files in all, each of whole requests and none much shorter than the others.
 
     Args:
-        step: samples that are asked for at once.
+        request_size: samples that the teacher is asked for at once.
     """
-    requests = -(-num_samples // step)
-    per_draw = min(max(1, -(-files // draws)), requests)
-    return -(-requests // per_draw) * step
+    requests = -(-num_samples // request_size)
+    per_draw = min(max(1, -(-num_files // draws)), requests)
+    return -(-requests // per_draw) * request_size
 
 
 def shard_name(shard: int) -> str:

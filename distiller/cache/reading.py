@@ -18,7 +18,7 @@ from distiller.tasks.interfaces import Cacheable
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
 
-_MOST_MAPPED = 256
+_MAX_MAPPED_SHARDS = 256
 """Shards: their headers are parsed once, and a mapping holds no memory that the system cannot take back."""
 
 
@@ -35,7 +35,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
     def __getitem__(self, key: SampleKey) -> tuple[Any, Outputs]:
         epoch, sample_id = key
         draw = epoch % self._draws
-        shard, row = self._layout.place(draw, sample_id)
+        shard, row = self._layout.locate(draw, sample_id)
         return self.data[draw, sample_id], self._open(shard).read(row)
 
     def _open(self, number: int) -> Shard:
@@ -49,7 +49,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
                     f"{file} can no longer be read ({error}); make it again with distiller cache RECIPE --repair, then "
                     "continue with --resume"
                 ) from error
-            if len(self._shards) > _MOST_MAPPED:
+            if len(self._shards) > _MAX_MAPPED_SHARDS:
                 self._shards.popitem(last=False)
         return shard
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distiller.build import build_task
-from distiller.commands.run_reading import exported_student, open_run, run_of
+from distiller.commands.run_reading import exported_student, open_run, run_folder_of
 from distiller.distributed.devices import best_device, teacher_dtype
 from distiller.errors import QualityGateError, UserError
 from distiller.export import export_checkpoint, find_checkpoint
@@ -62,7 +62,7 @@ def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, out
 def export(checkpoint: Path, output: Path | None) -> None:
     """Writes the student of a checkpoint, by its run's recipe."""
     folder = Path(os.path.abspath(find_checkpoint(checkpoint)))
-    run_dir = run_of(folder)
+    run_dir = run_folder_of(folder)
     target = output or run_dir / f"student-{folder.name}"
     if os.path.lexists(target):
         raise UserError(f"--output {target}: is already there; give a folder that is not")

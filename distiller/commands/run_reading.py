@@ -22,23 +22,23 @@ from distiller.export import export_checkpoint, find_checkpoint
 from distiller.run_folder.output_dir import RECIPE_FILE, SUMMARY_FILE
 from distiller.tasks.base import Task
 
-_BOTH = (
+_KEYS_OF_BOTH = (
     *("sampling", "teacher", "cache_dir", "train.tf32"),
     *("student.path", "student.config", "data.path", "data.split", "data.image_column", "data.label_column"),
     *("task.height", "task.width", "task.num_frames", "task.max_sequence_length", "task.guidance"),
     *("task.trust_remote_code", "task.channels_last"),
 )
-CHANGES = {
+ACCEPTED_KEYS = {
     "evaluate": (
-        *(*_BOTH, "seed", "data.kind", "data.max_samples", "data.max_length", "data.packing", "data.held_out"),
+        *(*_KEYS_OF_BOTH, "seed", "data.kind", "data.max_samples", "data.max_length", "data.packing", "data.held_out"),
         *("evaluation.judge", "evaluation.num_samples", "evaluation.batch_size", "evaluation.min_recognised"),
         *("evaluation.batch_tokens", "evaluation.max_rows", "evaluation.min_improvement"),
         "evaluation.min_accuracy_ratio",
     ),
-    "sample": (*_BOTH, "evaluation.max_new_tokens"),
+    "sample": (*_KEYS_OF_BOTH, "evaluation.max_new_tokens"),
     "export": (),
 }
-"""Keys, and whole sections, of a run's recipe that change what a command does."""
+"""Command -> the keys, and whole sections, of a run's recipe that may be given anew: those that change its result."""
 _ABSENT = object()
 
 
@@ -56,23 +56,23 @@ def open_run(given: Path, command: str, overrides: Sequence[str] = ()) -> ReadRu
     is_checkpoint = os.path.isfile(given / PROGRESS_FILE)
     if is_checkpoint:
         given = Path(os.path.abspath(given))
-    folder = run_of(given) if is_checkpoint else given
+    folder = run_folder_of(given) if is_checkpoint else given
     if not os.path.isfile(folder / RECIPE_FILE):
         raise UserError(f"{folder}: is not a run's output folder (it has no {RECIPE_FILE})")
     recipe = load(str(folder / RECIPE_FILE), overrides, is_of_run=True)
-    allowed = CHANGES[command]
+    allowed = ACCEPTED_KEYS[command]
     for override in overrides:
         key = override.partition("=")[0]
         if not any(key == one or key.startswith(f"{one}.") for one in allowed):
             raise UserError(
-                f"'{override}' changes nothing that {command} does; it may be given {_listed(recipe, allowed)}"
+                f"'{override}' changes nothing that {command} does; it may be given {_list_keys(recipe, allowed)}"
             )
     set_tf32(recipe.train.tf32)
     # The run's folder may have been moved: its stages are where it is now.
     return ReadRun(folder, recipe.model_copy(update={"output_dir": str(folder)}), given if is_checkpoint else None)
 
 
-def run_of(checkpoint: Path) -> Path:
+def run_folder_of(checkpoint: Path) -> Path:
     """The folder of a checkpoint's run: RUN of RUN/checkpoints/step-N as it is written, else where links lead.
 
     A run's `checkpoints` may be a link to another file system, and a checkpoint may be named by a link elsewhere.
@@ -128,7 +128,7 @@ def _finished_steps(folder: Path) -> int:
         return 0
 
 
-def _listed(recipe: Recipe, allowed: Sequence[str]) -> str:
+def _list_keys(recipe: Recipe, allowed: Sequence[str]) -> str:
     """The allowed keys that a recipe of this task has."""
     found = []
     for key in allowed:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from distiller.build import Finished, build, check_run, last_step_of
+from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import SessionTotals
 from distiller.config.recipe import Recipe
 from distiller.data.order import UpdatePlan
@@ -29,6 +29,7 @@ from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import Outcome, Run
 from distiller.training.loop import train as run_loop
 from distiller.training.tracking import GIB, last_metrics
+from distiller.training.update_plan import last_step_of
 
 DRY_RUN_STEPS = 3
 FLOAT32_BYTES = 4
@@ -61,15 +62,15 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
         raise
     except StoppedError as error:
         if error.is_agreed:
-            _leave(run)
+            _close(run)
         raise
     finally:
         run.tracker.close_bar()
     if isinstance(run.task, Samplable):
-        run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
+        run.task.write_samples(run_dir, run.sampling_teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome)
-    _leave(run)
+    _close(run)
     if outcome.save_error is not None:
         raise CheckpointError(f"{outcome.save_error}; the student is complete, in {run_dir / 'student'}")
 
@@ -103,7 +104,7 @@ def dry_run(recipe: Recipe) -> None:
         f"{stages_h:.2f} h before the loop and {steps * step_ms / 3.6e6:.2f} h for {steps} steps"
     )
     is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
-    _leave(run)
+    _close(run)
     if is_main:
         shutil.rmtree(folder)
         print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
@@ -117,20 +118,21 @@ def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
     saving = recipe.checkpoint
     is_periodic = saving.every_steps is not None or saving.every_minutes is not None
     count = saving.keep + 1 if is_periodic else int(saving.at_end)
-    place = Path(os.path.abspath(recipe.output_dir))
-    while not place.exists():
-        place = place.parent
-    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(place).free
+    existing = Path(os.path.abspath(recipe.output_dir))
+    while not existing.exists():
+        existing = existing.parent
+    needed, free = count * checkpoint_bytes + student_bytes, shutil.disk_usage(existing).free
+    checkpoint, student = _format_bytes(checkpoint_bytes), _format_bytes(student_bytes)
     text = (
-        f"a checkpoint takes {_sized(checkpoint_bytes)} and the student {_sized(student_bytes)}: {_sized(needed)} with "
-        f"the {count} checkpoints that are there at once, and {_sized(free)} are free where output_dir is"
+        f"a checkpoint takes {checkpoint} and the student {student}: {_format_bytes(needed)} with the {count} "
+        f"checkpoints that are there at once, and {_format_bytes(free)} are free where output_dir is"
     )
     if needed <= free:
         return f"dry run: {text}"
     return f"warning: {text}; set checkpoint.keep lower, or output_dir to a folder on a larger disk"
 
 
-def _sized(num_bytes: int) -> str:
+def _format_bytes(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB / 10 else f"{num_bytes / 2**20:.1f} MiB"
 
 
@@ -185,7 +187,8 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
     write_durably(Path(run.recipe.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
 
 
-def _leave(run: Run) -> None:
+def _close(run: Run) -> None:
+    """Frees the teacher, the folder's lock and the trackers. Communicates."""
     if run.teacher is not None:
         run.teacher.close()
     # Rank 0 may have drawn samples for an hour.

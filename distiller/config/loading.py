@@ -184,7 +184,7 @@ def _placement_of(data: Mapping[str, Any]) -> object:
     return teacher.get("placement", Teacher.model_fields["placement"].default) if isinstance(teacher, dict) else None
 
 
-def _drop_unread_keys(data: dict[str, Any], given: Set[str]) -> None:
+def _drop_unread_keys(data: dict[str, Any], given: set[str]) -> None:
     """An override of the placement leaves the file's keys of another one behind; keys that overrides give stay."""
     placement = _placement_of(data)
     if isinstance(placement, str) and placement in placement_names():

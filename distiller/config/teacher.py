@@ -12,6 +12,7 @@ from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
 from distiller.config.placements import PLACEMENTS
+from distiller.config.placements.cached import CachedOptions
 from distiller.config.placements.keys import (
     in_words,
     owners,
@@ -79,6 +80,9 @@ def _described(field: FieldInfo, description: str) -> FieldInfo:
 
 
 if TYPE_CHECKING:
-    Teacher = TeacherKeys
+
+    class Teacher(CachedOptions, TeacherKeys):
+        """What every reader may use: the keys of no single placement, and `cache`, which `distiller cache` writes."""
+
 else:
     Teacher = make_section()

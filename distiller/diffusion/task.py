@@ -31,6 +31,7 @@ from distiller.diffusion.judges import check_judge, find_judge
 from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
+from distiller.diffusion.objective import DISTANCES
 from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
 from distiller.diffusion.sources import Source
 from distiller.diffusion.student import DistilledStudent, build_student, student_config
@@ -41,7 +42,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
-from distiller.tasks.losses import huber, mean_squared_error
+from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -180,11 +181,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         total = 0.0 * prediction.float().sum()
         if losses.prediction.weight:
             target = self._target(teacher_outputs, batch)
-            per_sample = (
-                mean_squared_error(prediction, target)
-                if losses.prediction.kind == "mse"
-                else huber(prediction, target, losses.prediction.huber_delta)
-            )
+            per_sample = DISTANCES[losses.prediction.kind](prediction, target, losses.prediction)
             terms["prediction"] = (per_sample * batch.weights).sum()
             total = total + losses.prediction.weight * terms["prediction"]
         if losses.features.weight:

@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import psutil
 import torch
 
+from distiller.config.recipe import Recipe
 from distiller.errors import UserError
-from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_settings
+from distiller.launch.compile import check_compile
+from distiller.launch.fsdp import FsdpLaunch, check_offload, check_sharding, fsdp_of_file
+from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_settings, read_launch_file
 
 PRECISIONS = ("no", "bf16", "fp16")
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
@@ -24,6 +28,59 @@ KEYS_OF_DEEPSPEED_JSON = (
 """Keys that Accelerate refuses in a launch file which names a DeepSpeed JSON."""
 NVME_BYTES_PER_PARAMETER = 16
 """What DeepSpeed may write to disk for one parameter: float32 weight, gradient and AdamW's two moments."""
+
+
+@final
+@dataclass(frozen=True)
+class Launch:
+    """What is known of a launch from its file alone, and so also in each process that it starts.
+
+    Attributes:
+        request: None without a launch file, and in a process that another launcher than Accelerate's started.
+        num_processes: of all machines.
+        fsdp: FSDP's settings; None without FSDP.
+    """
+
+    request: LaunchRequest | None = None
+    num_processes: int = 1
+    fsdp: FsdpLaunch | None = None
+
+    @property
+    def under_deepspeed(self) -> bool:
+        """Whether the launch file asks for DeepSpeed."""
+        return self.request is not None and self.request.distributed_type == "DEEPSPEED"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The launch file's."""
+        return "no" if self.request is None else self.request.mixed_precision
+
+
+def read_launch(file: Path) -> Launch:
+    """What a launch file asks for, read without a launcher. Raises UserError."""
+    request = read_launch_file(file)
+    return Launch(request, request.num_processes, fsdp_of_file(file, request.num_processes))
+
+
+def check_launch(recipe: Recipe, launch: Launch) -> None:
+    """All that is refused (UserError) of a launch file and a recipe, whatever machine runs them.
+
+    The one list of these checks: every process of a run calls it, and `train --check` does. What depends on the machine
+    (its launcher, its GPUs' precision, libaio, room on a disk) is checked in the processes alone.
+    """
+    request, fsdp = launch.request, launch.fsdp
+    if request is not None:
+        check_request(request)
+    check_precision(recipe.train.mixed_precision, launch.mixed_precision)
+    precisions = possible_precisions(recipe.train.mixed_precision, launch.mixed_precision)
+    if request is not None and launch.under_deepspeed:
+        check_json_precision(deepspeed_settings(request), precisions)
+    if request is not None:
+        check_cpu_precision(request, precisions)
+    if fsdp is not None:
+        check_sharding(fsdp, launch.num_processes, 1 if request is None else request.num_machines)
+        check_offload(fsdp, precisions)
+    check_compile(recipe, {} if request is None else request.options, fsdp is not None and fsdp.version == 1)
 
 
 def check_request(request: LaunchRequest) -> None:
@@ -108,6 +165,12 @@ def possible_precisions(wanted: str, asked: str) -> tuple[str, ...]:
     if wanted != "auto":
         return (wanted,)
     return ("bf16", "no") if asked == "no" else (asked,)
+
+
+def check_cpu_precision(request: LaunchRequest, precisions: tuple[str, ...]) -> None:
+    """Refuses (UserError) fp16 where the launch file keeps the run on the CPU."""
+    if precisions == ("fp16",) and request.use_cpu:
+        raise UserError(f"train.mixed_precision is fp16, which needs a GPU, and {request.origin} says use_cpu: true")
 
 
 def check_json_precision(settings: Mapping[str, Any], precisions: tuple[str, ...]) -> None:

@@ -72,7 +72,7 @@ class Run:
     """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
 
     @property
-    def live_teacher(self) -> Teacher | None:
+    def sampling_teacher(self) -> Teacher | None:
         """The teacher, where it can be asked about other inputs than the data's."""
         return None if self.placement == "cached" else self.teacher
 

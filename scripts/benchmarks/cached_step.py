@@ -25,6 +25,7 @@ from distiller.cache.reading import CachedCollation, CachedData
 from distiller.config.loading import load
 from distiller.data.order import RankSampler, SampleKey
 from distiller.distributed.process import initialize_loader_worker, is_main_process, prepare_environment
+from distiller.tasks.interfaces import Cacheable
 from distiller.teachers.base import Outputs
 from distiller.training.loop import Run, train
 
@@ -68,6 +69,7 @@ def main() -> None:
         step_ms: dict[str, list[float]] = {name: [] for name in data}
         data_ms: dict[str, list[float]] = {name: [] for name in data}
         step = 1
+        assert isinstance(run.task, Cacheable)
         for number in range(options.rounds + 1):
             # They alternate in going first, so that drift affects both alike.
             for name in sorted(data, reverse=bool(number % 2)):

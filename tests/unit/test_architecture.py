@@ -24,6 +24,7 @@ LAYERS = [
     ["demo"],
     ["cache"],
     ["export"],
+    ["session"],
     ["build"],
     ["commands"],
     ["cli"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distiller.cache.key import first_difference
-from distiller.cache.layout import Layout, evenly, shard_name
+from distiller.cache.layout import Layout, samples_per_shard, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
 from distiller.cache.shards import Shard, remove_partial, write_shard
@@ -45,7 +45,7 @@ def write_cache(folder: Path, key: dict[str, Any] = KEY, layout: Layout = LAYOUT
 
 
 def test_every_sample_of_every_draw_has_one_place():
-    places = {LAYOUT.place(draw, i): (draw, i) for draw in range(2) for i in range(10)}
+    places = {LAYOUT.locate(draw, i): (draw, i) for draw in range(2) for i in range(10)}
     assert len(places) == 20
     for shard in range(LAYOUT.num_shards):
         for row, key in enumerate(LAYOUT.keys_of(shard)):
@@ -195,11 +195,11 @@ def test_a_disk_that_fails_is_one_line(tmp_path):
 
 def test_a_draws_files_are_of_one_size_and_enough_for_every_rank():
     # 100 samples, asked for 8 at a time: 13 requests.
-    assert evenly(100, 1, 1, 8) == 104
-    assert evenly(100, 1, 2, 8) == 56
-    assert evenly(100, 1, 8, 8) == 16
-    assert evenly(100, 4, 8, 8) == 56
-    assert evenly(100, 1, 1000, 8) == 8
+    assert samples_per_shard(100, 1, 1, 8) == 104
+    assert samples_per_shard(100, 1, 2, 8) == 56
+    assert samples_per_shard(100, 1, 8, 8) == 16
+    assert samples_per_shard(100, 4, 8, 8) == 56
+    assert samples_per_shard(100, 1, 1000, 8) == 8
     layout = Layout(100, 3, 16, 0)
     assert [layout.size_of(shard) for shard in range(layout.num_shards)] == [16, 16, 16, 16, 16, 16, 4] * 3
     assert all(layout.size_of(shard) == len(layout.keys_of(shard)) for shard in range(layout.num_shards))

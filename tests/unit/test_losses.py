@@ -1,8 +1,12 @@
 """Losses against float64 references."""
 
+from typing import get_args
+
 import pytest
 import torch
 
+from distiller.config.diffusion import PredictionLoss
+from distiller.diffusion.objective import DISTANCES
 from distiller.tasks.losses import huber, mean_squared_error
 
 
@@ -27,3 +31,13 @@ def test_losses_equal_float64_references_and_are_float32(dtype):
 def test_16_bit_inputs_do_not_overflow():
     big = torch.full((1, 8), 300.0, dtype=torch.float16)
     assert mean_squared_error(big, -big).item() == 360_000.0
+
+
+def test_every_kind_of_prediction_loss_has_its_distance():
+    assert get_args(PredictionLoss.model_fields["kind"].annotation) == tuple(DISTANCES)
+    student, target = torch.zeros(1, 4), torch.full((1, 4), 2.0)
+    options = PredictionLoss(kind="huber", huber_delta=0.5)
+    assert {name: distance(student, target, options).item() for name, distance in DISTANCES.items()} == {
+        "mse": 4.0,
+        "huber": 0.5 * (2 - 0.25),
+    }

@@ -9,7 +9,7 @@ import pytest
 from distiller import commands
 from distiller.build import build_task
 from distiller.cli import main
-from distiller.commands.run_reading import CHANGES, exported_student, open_run
+from distiller.commands.run_reading import ACCEPTED_KEYS, exported_student, open_run
 from distiller.errors import UserError
 from tests import recipe_keys, toys
 
@@ -65,7 +65,7 @@ def test_an_override_that_changes_nothing_is_refused(run_dir, capsys, command, o
 
 
 def test_the_keys_that_may_be_given_are_keys_of_recipes():
-    assert {key for keys in CHANGES.values() for key in keys} <= recipe_keys.keys()
+    assert {key for keys in ACCEPTED_KEYS.values() for key in keys} <= recipe_keys.keys()
 
 
 def test_an_unfinished_run_is_evaluated_by_its_newest_checkpoint(run_dir, capsys):
