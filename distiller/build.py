@@ -2,53 +2,59 @@
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
-from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
+from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from distiller.cache.key import content_key
 from distiller.cache.layout import Layout
-from distiller.cache.manifest import MANIFEST_FILE, open_cache
+from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
-from distiller.data.order import RankSampler, UpdatePlan
-from distiller.distributed.devices import quiet_libraries, teacher_dtype
+from distiller.data.order import RankSampler
+from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import initialize_loader_worker, world_size
-from distiller.distributed.ranks import Ranks
-from distiller.errors import AgreedUserError, UserError
-from distiller.launch.accelerator import open_world, resolve_accumulation
+from distiller.errors import UserError
+from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.checks import check_nvme_room
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
-from distiller.launch.fsdp import wrapped_classes
-from distiller.run_folder.inputs import remember
+from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
+    Claim,
     check_output_dir,
     check_shared,
-    check_shared_stages,
     claim_output_dir,
     is_finished_by_files,
 )
-from distiller.storage.durable_writes import missing_durability
+from distiller.session import (
+    Session,
+    check_same_data,
+    check_stages_shared,
+    join_world,
+    load_teacher_and_data,
+    prepare_stages,
+    print_missing_durability,
+    print_notices,
+    teacher_setup,
+)
 from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.opening import open_state
 from distiller.tasks import open_task
-from distiller.tasks.base import Task, line_of
+from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe, notices_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
-from distiller.teachers import PLACEMENTS
-from distiller.teachers.base import Setup
+from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
@@ -56,8 +62,10 @@ from distiller.training.loop import Run
 from distiller.training.optim import build_optimizer
 from distiller.training.student_memory import gpu_bytes, host_bytes
 from distiller.training.tracking import Tracker
+from distiller.training.update_plan import plan_updates
 
 
+@final
 @dataclass(frozen=True)
 class Finished:
     """The output folder already holds the whole run."""
@@ -65,9 +73,63 @@ class Finished:
     steps: int
 
 
-def last_step_of(recipe: Recipe, plan: UpdatePlan) -> int:
-    """The number of the run's last update; the first is 1."""
-    return recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
+@final
+@dataclass(frozen=True)
+class Stages:
+    """What the stages before the loop leave: the teacher, if the loop asks one, and the loader's data.
+
+    Attributes:
+        placement: the teacher's; the recipe's where no teacher was loaded.
+        collation: the loader's `collate_fn`.
+        quantization_error: relative, of a quantized teacher's outputs.
+        took_s: seconds, loading the teacher included.
+    """
+
+    teacher: Teacher | None
+    placement: str
+    data: Dataset[Any]
+    collation: Callable[..., MicroBatch]
+    quantization_error: float | None
+    took_s: float
+
+
+@final
+@dataclass(frozen=True)
+class Student:
+    """What is trained, prepared by Accelerate, at the step where the run continues."""
+
+    module: nn.Module
+    num_parameters: int
+    optimizer: torch.optim.Optimizer
+    average: MovingAverage | None
+    checkpoints: Checkpoints
+    skipped_steps: int
+
+
+def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
+    """Builds a run. Communicates; raises UserError before any weight is read.
+
+    Every check that needs no weights comes before the first weight is read, and all ranks raise together.
+    """
+    began = time.perf_counter()
+    try:
+        task = check_run(recipe, world_size(), is_deepspeed_launch())
+    except UserError:
+        # The teacher or the data of a finished run may be gone; nothing of them is needed any more.
+        if resume and is_finished_by_files(recipe):
+            return Finished(recipe.train.max_steps or 0)
+        raise
+    session = join_world(default_recipe(task, recipe), task)
+    setup, head_bytes = _place_teacher(session)
+    check_same_data(task, session.ranks)
+    claim, cached, identity = _claim_folder(session, resume)
+    if claim.is_finished:
+        session.accelerator.end_training()
+        return Finished(session.last_step)
+    stages = _run_stages(session, setup, cached)
+    student = _prepare_student(session, identity, claim.steps_done)
+    loader = _open_loader(session, stages, claim.steps_done)
+    return _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes)
 
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
@@ -94,234 +156,174 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
     return task
 
 
-def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
-    """Builds a run. Communicates; raises UserError before any weight is read."""
-    began = time.perf_counter()
-    try:
-        task = check_run(recipe, world_size(), is_deepspeed_launch())
-    except UserError:
-        # The teacher or the data of a finished run may be gone; nothing of them is needed any more.
-        if resume and is_finished_by_files(recipe):
-            return Finished(recipe.train.max_steps or 0)
-        raise
-    recipe = task.with_defaults(recipe)
-    world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
-    accelerator = world.accelerator
-    plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
-    last_step = last_step_of(recipe, plan)
-    dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
-    under_deepspeed = world.engine.startswith("deepspeed")
-    size = task.num_trained_parameters()
-    ranks = Ranks.join(accelerator.device)
+def _place_teacher(session: Session[Any]) -> tuple[Setup, int]:
+    """The teacher's place beside the student, and the bytes of its layers that every rank holds. Communicates.
+
+    The placement is resolved unless no teacher is asked in the loop. Raises UserError for a disk too small for the
+    student, and for a teacher that fits nowhere.
+    """
+    recipe, task, world, ranks = session.recipe, session.task, session.world, session.ranks
+    num_parameters = task.student_skeleton().num_trained_parameters()
     if world.offload.is_on("nvme"):
-        zero = deepspeed_config(accelerator)["zero_optimization"]
+        zero = deepspeed_config(world.accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
-        ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    beside = task.replicated_head_bytes(dtype)
-    reserved = gpu_bytes(size, recipe, world) + beside, host_bytes(size, recipe, world)
-    setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
-    is_cached = recipe.teacher.placement == "cached"
-    if task.needs_live_teacher and not is_cached:
+        ranks.all_succeed(lambda: check_nvme_room(zero, num_parameters, local_share))
+    head_bytes = task.replicated_head_bytes(session.teacher_dtype) if isinstance(task, ReplicatesHead) else 0
+    on_gpu, on_host = gpu_bytes(num_parameters, recipe, world), host_bytes(num_parameters, recipe, world)
+    setup = teacher_setup(session, on_gpu + head_bytes, on_host)
+    if task.needs_live_teacher and recipe.teacher.placement != "cached":
         setup = resolve_placement(task.network, setup)
-    check_same_data(task, ranks)
+    return setup, head_bytes
+
+
+def _claim_folder(session: Session[Any], resume: bool) -> tuple[Claim, tuple[Layout, int] | None, Identity]:
+    """Makes the output folder this run's and says what it is: the last checks before weights are read. Communicates.
+
+    Returns:
+        the claim, the layout and draws of the run's cache (None without one), and what checkpoints are compared by.
+    """
+    recipe, task, ranks, world = session.recipe, session.task, session.ranks, session.world
+    plan, dtype, last_step = session.plan, session.teacher_dtype, session.last_step
     identity = Identity(
         engine=world.engine,
-        world_size=accelerator.num_processes,
+        world_size=world.accelerator.num_processes,
         samples_per_update=plan.samples_per_update,
         num_samples=task.num_samples,
         data_digest=task.data_digest,
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
     )
-    finished = ranks.from_main(lambda: check_output_dir(recipe, resume, last_step))
+    finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
-    notices = () if finished else (*world.notices, *ranks.all_succeed(task.notices))
+    notices = () if finished else (*world.notices, *ranks.all_succeed(lambda: notices_of(task)))
     cached = None
-    if is_cached and not finished:
-        cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
+    if recipe.teacher.placement == "cached" and not finished:
+        cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, session.num_epochs))
         check_same_cache(Path(recipe.teacher.cache or ""), ranks)
-    claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
+    claim = ranks.broadcast_from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
-        accelerator.end_training()
-        return Finished(last_step)
-    run_dir, done = Path(recipe.output_dir), claim.steps_done
+        return claim, cached, identity
+    folder = Path(recipe.output_dir)
     if resume and ranks.is_main:
-        print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
-    check_shared(run_dir, ranks)
-    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
-    check_shared_stages(recipe, is_missing, ranks)
-    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
-        accelerator.print(f"note: {missing}")
-    if done:
-        verify(run_dir, done, ranks)
-    _announce(notices, plan, task, world.engine, accelerator)
+        print(claim.said(folder, last_step), file=sys.stderr, flush=True)
+    check_shared(folder, ranks)
+    check_stages_shared(session)
+    print_missing_durability(session, folder)
+    if claim.steps_done:
+        verify(folder, claim.steps_done, ranks)
+    print_notices(session, notices)
+    _print_plan(session)
+    return claim, cached, identity
 
-    started = time.perf_counter()
-    stages_need_teacher = task.prepare_stages(ranks, dtype)
-    teacher, placement = None, recipe.teacher.placement
-    if stages_need_teacher or task.needs_live_teacher:
+
+def _run_stages(session: Session[Any], setup: Setup, cached: tuple[Layout, int] | None) -> Stages:
+    """Runs the stages, loads the teacher where they or the loop ask it, and opens the data. Communicates."""
+    recipe, task, started = session.recipe, session.task, time.perf_counter()
+    stages_need_teacher, placement = prepare_stages(session), recipe.teacher.placement
+    is_asked = stages_need_teacher or task.needs_live_teacher
+    if is_asked:
         if not task.needs_live_teacher:
             setup = resolve_placement(task.network, setup)
-        teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
-    # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
-    setup.ranks.wait()
-    data: Dataset[Any] = task.run_stages(ranks, teacher)
+        placement = setup.options.placement
+    teacher, data = load_teacher_and_data(session, setup if is_asked else None)
     collation: Callable[..., MicroBatch] = LiveCollation(task)
     if cached is not None:
+        assert isinstance(task, Cacheable), "open_run_cache refuses others"
         data, collation = CachedData(data, Path(recipe.teacher.cache or ""), *cached), CachedCollation(task)
     elif recipe.cache.draws is not None and task.has_draws:
         data = RepeatedDraws(data, recipe.cache.draws)
-    stages_s = time.perf_counter() - started
-    quantization_error = None
-    if teacher is not None and setup.options.quantization != "none" and not is_cached:
+    took_s, quantization_error = time.perf_counter() - started, None
+    if teacher is not None and setup.options.quantization != "none" and recipe.teacher.placement != "cached":
         requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
         quantization_error = measure_error(task.network, setup, teacher, requests)
     if teacher is not None and not task.needs_live_teacher:
         teacher.close()
         teacher = None
+    return Stages(teacher, placement, data, collation, quantization_error, took_s)
 
+
+def _prepare_student(session: Session[Any], identity: Identity, steps_done: int) -> Student:
+    """Builds the student and its optimizer, has the engine shard them, and loads a checkpoint. Communicates."""
+    recipe, task, ranks, world = session.recipe, session.task, session.ranks, session.world
+    run_dir = Path(recipe.output_dir)
     trained = task.build_student()
-    student_parameters = trained.num_model_parameters()
+    num_parameters = trained.num_model_parameters()
     # Not before: a hub's weights are there by now.
-    ranks.from_main(lambda: remember(recipe, run_dir))
+    ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
-    setup.ranks.wait()
-    student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
-    student_dtype = next(student.parameters()).dtype
+    ranks.barrier()
+    module, optimizer = world.accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
+    state = open_state(world.engine, world.accelerator, module, optimizer)
     decay = recipe.train.ema_decay
-    state = open_state(world.engine, accelerator, student, optimizer)
     average = None if decay is None else MovingAverage(state, decay)
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    ranks.from_main(checkpoints.remove_stale)
-    skipped_steps = checkpoints.load(done) if done else 0
+    ranks.broadcast_from_main(checkpoints.remove_stale)
+    skipped_steps = checkpoints.load(steps_done) if steps_done else 0
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()
-    loader = DataLoader(
-        data,
-        batch_sampler=RankSampler(plan, accelerator.process_index, done, last_step),
-        collate_fn=collation,
-        num_workers=recipe.train.num_workers,
+    return Student(module, num_parameters, optimizer, average, checkpoints, skipped_steps)
+
+
+def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:
+    """This rank's micro-batches, from the first update that is left to the last."""
+    accelerator, num_workers = session.accelerator, session.recipe.train.num_workers
+    return DataLoader(
+        stages.data,
+        batch_sampler=RankSampler(session.plan, accelerator.process_index, steps_done, session.last_step),
+        collate_fn=stages.collation,
+        num_workers=num_workers,
         pin_memory=accelerator.device.type == "cuda",
         persistent_workers=False,
         worker_init_fn=initialize_loader_worker,
-        prefetch_factor=2 if recipe.train.num_workers else None,
+        prefetch_factor=2 if num_workers else None,
     )
-    tracker = ranks.all_succeed(lambda: Tracker(recipe, accelerator, done + 1, last_step))
+
+
+def _assemble(
+    session: Session[Any],
+    stages: Stages,
+    student: Student,
+    loader: DataLoader[Any],
+    steps_done: int,
+    began: float,
+    head_bytes: int,
+) -> Run:
+    """Opens the tracker and puts a run together. Communicates."""
+    recipe, accelerator, first_step = session.recipe, session.accelerator, steps_done + 1
     return Run(
         recipe=recipe,
         accelerator=accelerator,
-        engine=world.engine,
-        mixed_precision=world.mixed_precision,
-        plan=plan,
-        task=task,
-        teacher=teacher,
-        placement=placement,
-        student=student,
-        student_dtype=student_dtype,
-        student_parameters=student_parameters,
-        optimizer=optimizer,
-        average=average,
+        engine=session.world.engine,
+        mixed_precision=session.world.mixed_precision,
+        plan=session.plan,
+        task=session.task,
+        teacher=stages.teacher,
+        placement=stages.placement,
+        student=student.module,
+        student_dtype=next(student.module.parameters()).dtype,
+        student_parameters=student.num_parameters,
+        optimizer=student.optimizer,
+        average=student.average,
         loader=loader,
-        checkpoints=checkpoints,
-        tracker=tracker,
-        first_step=done + 1,
-        last_step=last_step,
-        ranks=ranks,
-        skipped_steps=skipped_steps,
-        stages_s=stages_s,
+        checkpoints=student.checkpoints,
+        tracker=session.ranks.all_succeed(lambda: Tracker(recipe, accelerator, first_step, session.last_step)),
+        first_step=first_step,
+        last_step=session.last_step,
+        ranks=session.ranks,
+        skipped_steps=student.skipped_steps,
+        stages_s=stages.took_s,
         started=began,
-        quantization_error=quantization_error,
-        replicated_head_bytes=beside,
+        quantization_error=stages.quantization_error,
+        replicated_head_bytes=head_bytes,
     )
 
 
-def open_run_cache(
-    recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype, plan: UpdatePlan, last_step: int
-) -> tuple[Layout, int]:
-    """The layout of the run's cache, and after how many epochs its draws repeat. Raises UserError."""
-    if not task.needs_live_teacher:
-        raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
-    epochs = epochs_of(plan, last_step) if task.has_draws else 1
-    folder = Path(recipe.teacher.cache or "")
-    key = content_key(recipe, task, dtype)
-    manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
-    if (missing := task.missing_stage(dtype)) is not None:
-        raise UserError(
-            f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong, and the cache "
-            "holds no copy; run `distiller cache` again with the cache_dir (or output_dir) that it was run with"
-        )
-    return manifest.layout, (recipe.cache.draws or epochs) if task.has_draws else 1
-
-
-def check_same_cache(folder: Path, ranks: Ranks) -> None:
-    """Every machine sees the same cache, or UserError on all ranks: a copy may be an older one. Communicates."""
-
-    def look() -> str | None:
-        try:
-            return hashlib.blake2b((folder / MANIFEST_FILE).read_bytes()).hexdigest() if ranks.is_local_main else None
-        except OSError as error:
-            return f"{error.strerror}"
-
-    seen = ranks.gather(look())
-    other = [rank for rank, digest in enumerate(seen) if digest not in (None, seen[0])]
-    if other:
-        raise AgreedUserError(
-            f"teacher.cache: {folder} of rank {other[0]} is not that of rank 0; copy it whole to every machine, or "
-            "give a folder that all of them share"
-        )
-
-
-def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:
-    """Every rank reads the same data, or UserError on all of them. Communicates."""
-    seen = ranks.gather((task.num_samples, task.data_digest))
-    other = [rank for rank, found in enumerate(seen) if found != seen[0]]
-    if other:
-        raise AgreedUserError(
-            f"data: rank {other[0]} reads {seen[other[0]][0]} samples and rank 0 {seen[0][0]}, or others than it; give "
-            "every machine the same files"
-        )
-
-
-def epochs_of(plan: UpdatePlan, last_step: int) -> int:
-    """How many passes over the data a run begins."""
-    return plan.epoch_of(last_step - 1) + 1
-
-
-def plan_updates(recipe: Recipe, num_samples: int, accumulation_steps: int, num_processes: int) -> UpdatePlan:
-    """How samples are split over updates and ranks; UserError when one update is larger than the data."""
-    plan = UpdatePlan(num_samples, recipe.train.batch_size, accumulation_steps, num_processes, recipe.seed)
-    if not plan.updates_per_epoch:
-        raise UserError(
-            f"one update takes {plan.samples_per_update} samples (train.batch_size {plan.batch_size} x accumulation "
-            f"{plan.accumulation_steps} x {plan.world_size} processes) and the data has {num_samples}; "
-            f"{_smaller_update(plan)}"
-        )
-    return plan
-
-
-def _smaller_update(plan: UpdatePlan) -> str:
-    """What makes an update no larger than the data."""
-    if not plan.num_samples:
-        return "give some data"
-    if fitting := plan.num_samples // (plan.accumulation_steps * plan.world_size):
-        return f"lower batch_size to {fitting} or less"
-    if fitting := plan.num_samples // plan.world_size:
-        return (
-            "lower train.gradient_accumulation_steps (or samples_per_update), with batch_size 1 to accumulation "
-            f"{fitting} or less"
-        )
-    return f"start at most {plan.num_samples} {'process' if plan.num_samples == 1 else 'processes'}, or give more data"
-
-
-def _announce(
-    notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
-) -> None:
-    for notice in notices:
-        accelerator.print(line_of(notice))
+def _print_plan(session: Session[Any]) -> None:
+    plan, accelerator = session.plan, session.accelerator
     accelerator.print(
-        f"{engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} samples an "
-        f"update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} processes), "
-        f"{plan.num_samples} samples an epoch"
+        f"{session.world.engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} "
+        f"samples an update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} "
+        f"processes), {plan.num_samples} samples an epoch"
         + (f", of which the last {plan.dropped_per_epoch} in its order are dropped" if plan.dropped_per_epoch else "")
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distiller.build import build
 from distiller.config.recipe import Recipe
-from distiller.distributed.shutdown import NO_STOPS
+from distiller.distributed.shutdown import NO_STOP_SIGNALS
 from distiller.training.loop import Run, train
 from tests import toys
 from tests.plain_loop import Trained
@@ -35,7 +35,7 @@ class Ran:
     is_fused: bool
 
 
-def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOPS, stays: bool = False) -> Ran:
+def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOP_SIGNALS, stays: bool = False) -> Ran:
     """Builds and trains, in this process, without what follows the loop. `stays`: with the others, for another run."""
     built = build(recipe, resume)
     assert isinstance(built, Run)

@@ -33,7 +33,7 @@ def whole_on_main(snapshot: Snapshot, shapes: Mapping[str, tuple[int, ...]], ran
     held = ranks.all_succeed(lambda: allocate() if ranks.is_main else None)
     if held is None:
         for part in snapshot.parts():
-            dist.send(part, 0, ranks.everyone)
+            dist.send(part, 0, ranks.world_group)
         return {}
     whole, buffer = held
     for rank, entries in enumerate(everyone):
@@ -62,7 +62,7 @@ def _received(entries: list[Entry], buffer: Tensor, rank: int, ranks: Ranks) -> 
     left = _num_bytes(entries)
     while left:
         part = buffer[:left]
-        dist.recv(part, rank, ranks.everyone)
+        dist.recv(part, rank, ranks.world_group)
         yield part
         left -= len(part)
 

@@ -117,7 +117,7 @@ class Checkpoints:
         if self._average is not None:
             self._average.load(lambda name, start, count: reader.read("average", name, start, count))
         reader.close()
-        self._ranks.wait()
+        self._ranks.barrier()
         return progress.skipped_steps
 
     def saved_result(self, step: int) -> Path | None:
@@ -126,7 +126,7 @@ class Checkpoints:
         Communicates.
         """
         saved = self._folder / f"step-{step}"
-        return saved if self._ranks.from_main(saved.is_dir) else None
+        return saved if self._ranks.broadcast_from_main(saved.is_dir) else None
 
     def gathered_result(self) -> dict[str, Tensor]:
         """The trained student's whole tensors (CPU) on rank 0, {} on the others, without any file.
@@ -157,7 +157,7 @@ class Checkpoints:
             return f"{target}: {error}"
         num_bytes = sum(self._ranks.gather(self._snapshot.num_bytes + _HEADER_BYTES))
         place = Place(target, self._keep, num_bytes)
-        refusal = self._ranks.from_main(lambda: _make_room(place))
+        refusal = self._ranks.broadcast_from_main(lambda: _make_room(place))
         return place if refusal is None else refusal
 
     def _write(
@@ -184,7 +184,7 @@ class Checkpoints:
         if writing is None:
             return None
         failures = self._ranks.gather(writing.own_failure())
-        return self._ranks.from_main(lambda: writing.finish(failures))
+        return self._ranks.broadcast_from_main(lambda: writing.finish(failures))
 
     def _announce(self, failure: str) -> None:
         line = f"distiller: a checkpoint was not written, training goes on: {failure}; {self._what_is_left()}"

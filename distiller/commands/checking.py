@@ -6,16 +6,15 @@ from pathlib import Path
 
 import torch
 
-from distiller.build import check_run, last_step_of, plan_updates
+from distiller.build import check_run
 from distiller.config.recipe import Recipe
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
-from distiller.launch.checks import check_json_precision, check_precision, check_request, possible_precisions
-from distiller.launch.compile import check_compile
-from distiller.launch.fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
-from distiller.launch.request import LaunchRequest, deepspeed_settings, read_launch_file
+from distiller.launch.checks import Launch, check_launch, possible_precisions, read_launch
 from distiller.run_folder.output_dir import check_output_dir, is_finished_by_files
-from distiller.tasks.base import line_of
+from distiller.session import fsdp_units
+from distiller.tasks.interfaces import Checkable, default_recipe, format_notice, notices_of
+from distiller.training.update_plan import last_step_of, plan_updates
 
 
 def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None:
@@ -25,24 +24,13 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
         launch_file: the accelerate config file to validate, if any.
         resume: whether the run is to be continued, so that its folder may be there.
     """
-    num_processes, under_deepspeed, fsdp, request = 1, False, None, None
-    if launch_file is not None:
-        request = read_launch_file(Path(launch_file))
-        check_request(request)
-        check_precision(recipe.train.mixed_precision, request.mixed_precision)
-        num_processes, under_deepspeed = request.num_processes, request.distributed_type == "DEEPSPEED"
-        fsdp = fsdp_of_file(Path(launch_file), num_processes)
-        precisions = possible_precisions(recipe.train.mixed_precision, request.mixed_precision)
-        if under_deepspeed:
-            check_json_precision(deepspeed_settings(request), precisions)
-        if fsdp is not None:
-            check_sharding(fsdp, num_processes)
-            check_offload(fsdp, precisions)
-        check_compile(recipe, request.options, fsdp is not None and fsdp.version == 1)
-    warning = _check_fp16(recipe, request)
+    launch = Launch() if launch_file is None else read_launch(Path(launch_file))
+    check_launch(recipe, launch)
+    num_processes, fsdp = launch.num_processes, launch.fsdp
+    warning = _check_fp16(recipe, launch)
     finished = f"ok: {recipe.output_dir} is already finished; nothing is left to do"
     try:
-        task = check_run(recipe, num_processes, under_deepspeed)
+        task = check_run(recipe, num_processes, launch.under_deepspeed)
     except UserError:
         if resume and is_finished_by_files(recipe):
             print(finished)
@@ -50,30 +38,26 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
         raise
     plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     # A run's folder holds the recipe with the teacher's defaults.
-    if check_output_dir(task.with_defaults(recipe), resume, last_step_of(recipe, plan)):
+    if check_output_dir(default_recipe(task, recipe), resume, last_step_of(recipe, plan)):
         print(finished)
         return
     if fsdp is not None:
-        wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
-    looked = task.look_at_samples()
+        fsdp_units(fsdp, task)
+    looked = task.check_samples() if isinstance(task, Checkable) else None
     if warning is not None:
         print(f"warning: {warning}")
-    for notice in task.notices():
-        print(line_of(notice))
+    for notice in notices_of(task):
+        print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")
 
 
-def _check_fp16(recipe: Recipe, request: LaunchRequest | None) -> str | None:
+def _check_fp16(recipe: Recipe, launch: Launch) -> str | None:
     """UserError for fp16 on a CPU; a warning where the launch file is for another machine, which may have GPUs."""
-    asked = "no" if request is None else request.mixed_precision
-    if possible_precisions(recipe.train.mixed_precision, asked) != ("fp16",):
+    precisions = possible_precisions(recipe.train.mixed_precision, launch.mixed_precision)
+    if precisions != ("fp16",) or torch.cuda.is_available():
         return None
-    if request is not None and request.use_cpu:
-        raise UserError(f"train.mixed_precision is fp16, which needs a GPU, and {request.origin} says use_cpu: true")
-    if torch.cuda.is_available():
-        return None
-    if request is None:
+    if launch.request is None:
         raise UserError(
             "train.mixed_precision is fp16, which needs a GPU, and this machine has none; choose bf16 or no, or give "
             "the launch file of the machine that has one, with --config_file"

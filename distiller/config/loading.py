@@ -72,7 +72,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, str] = NOTHING) -> Recipe:
-    """Validates a mapping as a recipe of its task; UserError begins with what is to blame.
+    """Validates a mapping as a recipe of its task. UserError begins with the override or recipe that is wrong.
 
     Args:
         origin: the name of the recipe.
@@ -85,14 +85,17 @@ def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, s
         return RECIPES[kind].model_validate(data)
     except ValidationError as error:
         key, text = _first_problem(error)
-        raise UserError(f"{blamed(origin, given, key, text)}: {text}") from error
+        raise UserError(f"{error_source(origin, given, key, text)}: {text}") from error
 
 
-def blamed(origin: str, given: Mapping[str, str], key: str, text: str = "") -> str:
-    """What a message about a key begins with: the override that set it, or else the recipe.
+def error_source(origin: str, given: Mapping[str, str], key: str, text: str = "") -> str:
+    """What a message about a key begins with: the override that caused the error, or else the recipe.
 
     Args:
-        text: the message; of a contradiction between keys, which lies in none of them, it names them.
+        origin: the recipe's name.
+        given: the overrides, by their keys.
+        key: the wrong key; '' for a contradiction between keys.
+        text: the message, which names the keys of a contradiction.
     """
     at_key = [name for name in given if f"{key}.".startswith(f"{name}.")]
     in_text = [name for name in given if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", text)]
@@ -114,17 +117,17 @@ def _kind_of(data: Mapping[str, Any], origin: str, given: Mapping[str, str]) -> 
     """
     task = data.get("task")
     if not isinstance(task, Mapping) or "kind" not in task:
-        found = kind_by_teacher(data.get("teacher"), blamed(origin, given, "teacher.path"))
-        return found or next((kind for kind, recipe in RECIPES.items() if _knows_keys(recipe, data)), "diffusion")
+        found = kind_by_teacher(data.get("teacher"), error_source(origin, given, "teacher.path"))
+        return found or next((kind for kind, recipe in RECIPES.items() if _accepts_keys(recipe, data)), "diffusion")
     kind = task["kind"]
     if not isinstance(kind, str) or kind not in RECIPES:
-        culprit = blamed(origin, given, "task.kind")
-        raise UserError(f"{culprit}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
-    check_kind(kind, data.get("teacher"), blamed(origin, given, "task.kind", "teacher.path"))
+        source = error_source(origin, given, "task.kind")
+        raise UserError(f"{source}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    check_kind(kind, data.get("teacher"), error_source(origin, given, "task.kind", "teacher.path"))
     return kind
 
 
-def _knows_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
+def _accepts_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
     try:
         _reject_unknown_keys(recipe, recipe, data, "", "", NOTHING)
     except UserError:
@@ -178,15 +181,15 @@ def _reject_unknown_keys(
     given: Mapping[str, str],
 ) -> None:
     for key, value in data.items():
-        culprit = blamed(origin, given, f"{prefix}{key}")
+        source = error_source(origin, given, f"{prefix}{key}")
         if key not in model.model_fields:
-            raise UserError(f"{culprit}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
+            raise UserError(f"{source}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
         section = _section_of(model, key)
         if section is None:
             continue
         if not isinstance(value, Mapping):
             names = ", ".join(section.model_fields)
-            raise UserError(f"{culprit}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
+            raise UserError(f"{source}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
         _reject_unknown_keys(recipe, section, value, f"{prefix}{key}.", origin, given)
 
 

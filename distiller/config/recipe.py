@@ -192,8 +192,8 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     @property
     def stages_dir(self) -> StageFolders:
         """Where the keyed files of the stages before the loop lie."""
-        own = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
-        return StageFolders(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
+        primary = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        return StageFolders(primary, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
 
     @property
     def stage_updates(self) -> int | None:

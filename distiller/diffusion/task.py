@@ -39,7 +39,8 @@ from distiller.distributed.process import is_main_process
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.losses import huber, mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -48,7 +49,7 @@ from distiller.teachers.factory import open_alone
 MAX_SAMPLES = 10
 
 
-class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
+class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
     sample_suffixes = WRITTEN_SUFFIXES
@@ -88,7 +89,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
         return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
-    def look_at_samples(self) -> str | None:
+    def check_samples(self) -> str | None:
         return self._source.look_at()
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
@@ -100,7 +101,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
         return self._source.kept_stages(dtype)
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         return self._source.load(ranks, teacher)
 
     def student_skeleton(self) -> DistilledStudent:
@@ -140,6 +141,9 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def wanted(self) -> tuple[str, ...]:
         unconditional = () if self._task.guidance.scale is None else (UNCONDITIONAL,)
         return (PREDICTION, *self._feature_names, *unconditional)
+
+    def data_settings(self) -> dict[str, Any]:
+        return {}
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         task = self._task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +34,15 @@ from distiller.language.prompts import Prompts
 from distiller.language.student import StudentModel, enable_checkpointing
 from distiller.language.student_module import LanguageStudent, LossInputs, LossTerms
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 
 
 @final
-class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
+class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
 
     sample_suffixes = (".txt",)
@@ -79,6 +79,9 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
+    def with_defaults(self, recipe: LanguageRecipe) -> LanguageRecipe:
+        return recipe
+
     def notices(self) -> list[str]:
         sizes = self.files.spec.vocabulary, self._student.spec.vocabulary
         found = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
@@ -92,16 +95,23 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return [*found, *self._source.notices()]
 
+    def check_samples(self) -> None:
+        return None
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
         self._source.prepare(ranks)
         return False
 
+    def missing_stage(self, dtype: torch.dtype) -> None:
+        # Wherever they are made, tokens are the same.
+        del dtype
+
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
         del dtype
         return [self._source.stage]
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:
             self._head = self.network.load_head(self._dtype, ranks.device)
         return self._source.load()
@@ -154,11 +164,7 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         # Tokens and rows are in the data's digest.
-        config = json.loads(self.files.spec.config.to_json_string(use_diff=False))
-        if self._task.trust_remote_code:
-            # Read with its own code, a config holds the path that it was read from.
-            config["_name_or_path"] = ""
-        inputs = {"config": {key: value for key, value in config.items() if key != "transformers_version"}}
+        inputs: dict[str, Any] = {"config": self.files.spec.config_values}
         # Caches without this were made when all of these had another dtype than the library gives them.
         others = self.files.spec.other_dtypes(dtype)
         return inputs | ({"other_dtypes": others} if others else {})
@@ -167,14 +173,14 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
         return self._form.describe()
 
     def store(self, batch: MaskedBatch, outputs: Outputs) -> list[Outputs]:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         return self._form.store(batch, outputs, self._head)
 
     def restore(self, batch: MaskedBatch, samples: Sequence[Outputs]) -> Outputs:
         return self._form.restore(batch, samples, self._feature_names)
 
     def compare_forms(self, batches: Sequence[MaskedBatch], outputs: Sequence[Outputs]) -> str:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         objective = replace(self._objective, weight=1.0)
         forms = forms_to_compare(self._recipe, self.network.ids, objective.divergence)
         student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
@@ -195,7 +201,7 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
         del dtype
         rows = batch.batch
         if teacher_outputs is None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
             target: Target = HiddenTarget.of(self._head.weight.new_zeros(shape), self._head)
@@ -228,7 +234,7 @@ class CausalLMTask(Task[MaskedBatch, LanguageNetwork]):
         # Every rank asks the teacher, since some placements communicate; rank 0 runs the student.
         texts = {}
         if teacher is not None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             texts["teacher"] = self._continue(FrozenModel(teachers_hidden(teacher), self._head), prompt_ids)
         if accelerator.is_main_process:
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), prompt_ids)

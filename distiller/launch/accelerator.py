@@ -22,10 +22,10 @@ from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.distributed.devices import has_bfloat16, set_tf32
 from distiller.distributed.process import world_size
-from distiller.distributed.rendezvous import choose_interface, meet
+from distiller.distributed.rendezvous import choose_interface, exchange_settings
 from distiller.errors import UserError
-from distiller.launch.checks import check_gpus, check_launcher, check_precision, check_request
-from distiller.launch.compile import check_compile, dynamo_plugin
+from distiller.launch.checks import Launch, check_gpus, check_launch, check_launcher
+from distiller.launch.compile import dynamo_plugin
 from distiller.launch.deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
 from distiller.launch.fsdp import FsdpLaunch, fsdp_plugin, launched_fsdp, shard_on_cpu
 from distiller.launch.rank_agreement import config_to_compare
@@ -54,25 +54,22 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         wrap: the student's module classes that FSDP gathers as one unit each.
     """
     check_launcher()
-    request = requested_launch()
-    if request is not None:
-        check_request(request)
-        if request.num_processes != world_size():
-            raise UserError(
-                f"{request.origin} asks for {request.num_processes} processes and {world_size()} run; use MULTI_GPU "
-                "with use_cpu: true, as in accelerate_configs/cpu_2proc.yaml"
-            )
-    use_deepspeed = is_deepspeed_launch()
+    request, use_deepspeed = requested_launch(), is_deepspeed_launch()
     on_cpu = not torch.cuda.is_available() or os.environ.get("ACCELERATE_USE_CPU", "False").lower() in ("true", "1")
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if not on_cpu:
-        check_gpus(local_world_size)
     notices: list[str] = []
     fsdp = launched_fsdp(on_cpu, local_world_size, notices)
+    check_launch(recipe, Launch(request, world_size(), fsdp))
+    if request is not None and request.num_processes != world_size():
+        raise UserError(
+            f"{request.origin} asks for {request.num_processes} processes and {world_size()} run; use MULTI_GPU "
+            "with use_cpu: true, as in accelerate_configs/cpu_2proc.yaml"
+        )
+    if not on_cpu:
+        check_gpus(local_world_size)
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
     options = {} if request is None else request.options
-    check_compile(recipe, options, fsdp is not None and fsdp.version == 1)
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
@@ -80,7 +77,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     choose_interface()
-    meet(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
+    exchange_settings(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,
@@ -124,7 +121,6 @@ def _engine_terms(plugin: DeepSpeedPlugin | None, fsdp: FsdpLaunch | None) -> di
 def resolve_precision(wanted: str, on_cpu: bool, request: LaunchRequest | None, notices: list[str]) -> str:
     """`auto` becomes the launch file's precision if it names one, else bf16 on a GPU that has it, else `no`."""
     asked = request.mixed_precision if request is not None else "no"
-    check_precision(wanted, asked)
     has_bf16 = not on_cpu and has_bfloat16(torch.device("cuda"))
     precision = asked if wanted == "auto" and asked != "no" else wanted
     if precision == "auto":

@@ -5,18 +5,22 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import psutil
 import torch
 
+from distiller.config.recipe import Recipe
 from distiller.errors import UserError
-from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_settings
+from distiller.launch.compile import check_compile
+from distiller.launch.fsdp import FsdpLaunch, check_offload, check_sharding, fsdp_of_file
+from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_settings, read_launch_file
 
 PRECISIONS = ("no", "bf16", "fp16")
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
-JSONS_OWN = (
+KEYS_OF_DEEPSPEED_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
     "mixed_precision",
@@ -24,6 +28,59 @@ JSONS_OWN = (
 """Keys that Accelerate refuses in a launch file which names a DeepSpeed JSON."""
 SPARE_BYTES_A_PARAMETER = 16
 """Weights, gradient and AdamW's two moments in float32: what DeepSpeed may write for one parameter."""
+
+
+@final
+@dataclass(frozen=True)
+class Launch:
+    """What is known of a launch from its file alone, and so also in each process that it starts.
+
+    Attributes:
+        request: None without a launch file, and in a process that another launcher than Accelerate's started.
+        num_processes: of all machines.
+        fsdp: FSDP's settings; None without FSDP.
+    """
+
+    request: LaunchRequest | None = None
+    num_processes: int = 1
+    fsdp: FsdpLaunch | None = None
+
+    @property
+    def under_deepspeed(self) -> bool:
+        """Whether the launch file asks for DeepSpeed."""
+        return self.request is not None and self.request.distributed_type == "DEEPSPEED"
+
+    @property
+    def mixed_precision(self) -> str:
+        """The launch file's."""
+        return "no" if self.request is None else self.request.mixed_precision
+
+
+def read_launch(file: Path) -> Launch:
+    """What a launch file asks for, read without a launcher. Raises UserError."""
+    request = read_launch_file(file)
+    return Launch(request, request.num_processes, fsdp_of_file(file, request.num_processes))
+
+
+def check_launch(recipe: Recipe, launch: Launch) -> None:
+    """All that is refused (UserError) of a launch file and a recipe, whatever machine runs them.
+
+    The one list of these checks: every process of a run calls it, and `train --check` does. What depends on the machine
+    (its launcher, its GPUs' precision, libaio, room on a disk) is checked in the processes alone.
+    """
+    request, fsdp = launch.request, launch.fsdp
+    if request is not None:
+        check_request(request)
+    check_precision(recipe.train.mixed_precision, launch.mixed_precision)
+    precisions = possible_precisions(recipe.train.mixed_precision, launch.mixed_precision)
+    if request is not None and launch.under_deepspeed:
+        check_json_precision(deepspeed_settings(request), precisions)
+    if request is not None:
+        check_cpu_precision(request, precisions)
+    if fsdp is not None:
+        check_sharding(fsdp, launch.num_processes, 1 if request is None else request.num_machines)
+        check_offload(fsdp, precisions)
+    check_compile(recipe, {} if request is None else request.options, fsdp is not None and fsdp.version == 1)
 
 
 def check_request(request: LaunchRequest) -> None:
@@ -110,6 +167,12 @@ def possible_precisions(wanted: str, asked: str) -> tuple[str, ...]:
     return ("bf16", "no") if asked == "no" else (asked,)
 
 
+def check_cpu_precision(request: LaunchRequest, precisions: tuple[str, ...]) -> None:
+    """Refuses (UserError) fp16 where the launch file keeps the run on the CPU."""
+    if precisions == ("fp16",) and request.use_cpu:
+        raise UserError(f"train.mixed_precision is fp16, which needs a GPU, and {request.origin} says use_cpu: true")
+
+
 def check_json_precision(settings: Mapping[str, Any], precisions: tuple[str, ...]) -> None:
     """Refuses (UserError) a DeepSpeed JSON whose own precision is none that the run may have."""
     for name in ("bf16", "fp16"):
@@ -134,7 +197,7 @@ def _check_deepspeed_request(request: LaunchRequest) -> None:
     if options.get("deepspeed_moe_layer_cls_names"):
         raise UserError(f"{origin}: deepspeed_moe_layer_cls_names: students here have no experts; remove it")
     if "deepspeed_config_file" in options:
-        beside = sorted(request.file_keys & set(JSONS_OWN))
+        beside = sorted(request.file_keys & set(KEYS_OF_DEEPSPEED_JSON))
         if beside:
             raise UserError(
                 f"{origin}: {', '.join(beside)} beside deepspeed_config_file is refused by Accelerate; remove it from "

@@ -213,9 +213,11 @@ def _flag(values: Mapping[str, str], key: str, default: str = "false") -> bool:
     return given in YES
 
 
-def check_sharding(fsdp: FsdpLaunch, num_processes: int) -> None:
+def check_sharding(fsdp: FsdpLaunch, num_processes: int, num_machines: int = 1) -> None:
     """Refuses (UserError) an offload of what FSDP1 does not shard, and so leaves alone."""
-    if fsdp.offloads and (fsdp.strategy == "NO_SHARD" or (fsdp.version == 1 and num_processes == 1)):
+    shares_with_nobody = fsdp.version == 1 and num_processes == 1
+    is_one_per_machine = fsdp.strategy in HYBRID and num_processes == num_machines
+    if fsdp.offloads and (fsdp.strategy == "NO_SHARD" or shares_with_nobody or is_one_per_machine):
         raise UserError(
             "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, one process, or HYBRID_SHARD with "
             "one a machine), so nothing would be offloaded; use fsdp_version: 2, or remove it"

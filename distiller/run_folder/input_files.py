@@ -38,7 +38,7 @@ Digests = dict[str, str]
 """File name, relative to the input -> digest of what was looked at."""
 
 
-def look_at(recipe: Recipe, key: str) -> Digests | None:
+def digest_input(recipe: Recipe, key: str) -> Digests | None:
     """What the input of a key of `INPUTS` holds, as far as a quick look shows; None where nothing is there to look at.
 
     Of weights that is every tensor's name, dtype, shape and a part of its middle; of other large files, evenly spaced

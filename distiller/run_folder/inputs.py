@@ -12,7 +12,7 @@ from distiller.config.loading import parse
 from distiller.config.recipe import PATHS, Recipe
 from distiller.config.sections import flatten
 from distiller.errors import UserError
-from distiller.run_folder.input_files import Digests, is_on_hub, look_at
+from distiller.run_folder.input_files import Digests, digest_input, is_on_hub
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.hub import looks_like_hub_id
 from distiller.storage.packaged_files import ASSET_PREFIX, PACKAGE_PREFIX
@@ -42,7 +42,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     )
 
 
-def remember(recipe: Recipe, run_dir: Path) -> None:
+def record_inputs(recipe: Recipe, run_dir: Path) -> None:
     """Writes what the run's inputs hold, once, when all of them are on this machine.
 
     In a resumed run, compares what has been fetched from a hub since `check_same_inputs`. Does not communicate.
@@ -52,15 +52,15 @@ def remember(recipe: Recipe, run_dir: Path) -> None:
     """
     file = run_dir / INPUTS_FILE
     if not file.exists():
-        write_durably(file, json.dumps({key: look_at(recipe, key) for key in INPUTS}, indent=1) + "\n")
+        write_durably(file, json.dumps({key: digest_input(recipe, key) for key in INPUTS}, indent=1) + "\n")
         return
-    for key, before in remembered(run_dir).items():
+    for key, before in recorded_inputs(run_dir).items():
         if before is not None and key in INPUTS and is_on_hub(recipe, key):
             where = f"{key} {getattr(recipe, key.split('.')[0]).path} is no longer what the run began with"
             _compare(before, recipe, key, where)
 
 
-def remembered(run_dir: Path) -> Mapping[str, Digests | None]:
+def recorded_inputs(run_dir: Path) -> Mapping[str, Digests | None]:
     """What `remember` wrote; {} in a run of an older version, and in one that ended before."""
     try:
         return json.loads((run_dir / INPUTS_FILE).read_text(encoding="utf-8"))
@@ -84,7 +84,7 @@ def check_same_inputs(run_dir: Path, held: Mapping[str, Any], recipe: Recipe) ->
         UserError: one holds something else, with the file; or its path is another one and nobody knows what it held.
     """
     now, was = flatten(json.loads(with_absolute_paths(recipe).model_dump_json())), absolute_paths(held)
-    known = remembered(run_dir)
+    known = recorded_inputs(run_dir)
     for key, places in INPUTS.items():
         others = [place for place in places if now.get(place) != was.get(place)]
         if not others and (key != "teacher.path" or known.get(key) is None):
@@ -102,7 +102,7 @@ def _compare(before: Digests, recipe: Recipe, key: str, where: str) -> None:
     Files that lie beside these change nothing. Of a hub's model, those that are not in the local cache are left out:
     weights are fetched later, and `remember` compares them then; a component whose stage is complete never is.
     """
-    after = look_at(recipe, key) or {}
+    after = digest_input(recipe, key) or {}
     names = [name for name in before if name in after] if is_on_hub(recipe, key) else list(before)
     wrong = next((name for name in names if after.get(name) != before[name]), None)
     if wrong is not None:
@@ -127,7 +127,7 @@ def _look_at_older(held: Mapping[str, Any], key: str) -> Digests | None:
             node = node.setdefault(section, {})
         node[last] = value
     try:
-        return look_at(parse(tree), key)
+        return digest_input(parse(tree), key)
     except UserError:
         return None
 

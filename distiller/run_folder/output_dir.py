@@ -20,7 +20,7 @@ from distiller.config.sections import flatten
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.run_folder.inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
-from distiller.storage.folder_lock import hold, refuse_if_running
+from distiller.storage.folder_lock import lock_folder, refuse_if_running
 from distiller.storage.yaml_files import parse_yaml
 
 _PATIENCE_S = 30
@@ -131,7 +131,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
             raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        hold(folder)
+        lock_folder(folder)
         temporary = held.with_suffix(".tmp")
         temporary.write_text(dump(with_absolute_paths(recipe)), encoding="utf-8")
         temporary.replace(held)
@@ -163,7 +163,7 @@ def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
 
     `key` is the recipe's for the folder.
     """
-    token = folder / ranks.from_main(lambda: _make_token(folder))
+    token = folder / ranks.broadcast_from_main(lambda: _make_token(folder))
     unseen = [rank for rank, sees in enumerate(ranks.gather(_appears(token))) if not sees]
     if ranks.is_main:
         token.unlink(missing_ok=True)
@@ -180,7 +180,7 @@ def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
     `is_missing` is whether this rank lacks one that some ranks make for all.
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
-        check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+        check_shared(recipe.stages_dir.primary, ranks, "cache_dir")
 
 
 def _why_not_writable(folder: Path) -> str | None:

@@ -25,7 +25,7 @@ from distiller.config.recipe import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
 from distiller.distributed.ranks import Ranks
-from distiller.distributed.shutdown import NO_STOPS, Stops, signal_name
+from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals, signal_name
 from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import LossSum, Task
@@ -69,7 +69,7 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0
-    """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
+    """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
 
     @property
     def live_teacher(self) -> Teacher | None:
@@ -90,7 +90,7 @@ class Outcome:
     lost: CheckpointError | None = None
 
 
-def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
+def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     """Trains from `first_step` to `last_step`, of which there is at least one. StoppedError when a signal asks."""
     task, accelerator, recipe = run.task, run.accelerator, run.recipe
     loader, timer, metrics = batches_of(run.loader), StepTimer(accelerator.device), {}
@@ -187,7 +187,7 @@ def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: Spe
         if not guard.last_was_finite:
             when += ", which was left out"
         run.checkpoints.finish()
-        if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
+        if run.ranks.broadcast_from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
             run.checkpoints.save(step, int(guard.num_skipped), wait=True, spent=spent)
     text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
     raise StoppedError(text, min(signals), is_agreed=True)

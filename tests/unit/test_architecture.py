@@ -24,6 +24,7 @@ LAYERS = [
     ["diffusion", "language", "vision"],
     ["cache"],
     ["export"],
+    ["session"],
     ["build"],
     ["commands"],
     ["cli"],

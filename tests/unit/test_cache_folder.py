@@ -102,7 +102,7 @@ def test_stages_are_found_in_the_cache_and_made_in_the_run_s_own_folder(tmp_path
     found.make_once(True, lambda: refuse())
     other = Stage("made", {"by": "the second run"}, places)
     assert not other.is_complete
-    assert other.folder.parent == places.own
+    assert other.folder.parent == places.primary
     other.partial.mkdir(parents=True)
     other.finish()
     assert other.is_complete

@@ -1,5 +1,6 @@
 """Launch files: what `accelerate config` writes is read, and what is not run is refused in one line."""
 
+import ast
 import dataclasses
 import json
 import os
@@ -13,11 +14,15 @@ from accelerate.commands.config.config_args import ClusterConfig
 from accelerate.commands.launch import launch_command_parser
 from accelerate.commands.to_fsdp2 import ARGUMENT_KEY_MAPPING
 
+import distiller
+from distiller.commands import check
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.launch.accelerator import World
 from distiller.launch.checks import (
+    Launch,
     check_json_precision,
+    check_launch,
     check_nvme_room,
     check_request,
     check_zero,
@@ -25,6 +30,7 @@ from distiller.launch.checks import (
     possible_precisions,
 )
 from distiller.launch.deepspeed import Offload
+from distiller.launch.fsdp import parse_fsdp
 from distiller.launch.keys import reject_unknown_keys
 from distiller.launch.request import LaunchRequest, deepspeed_settings, read_launch_file
 from distiller.training.student_memory import gpu_bytes, host_bytes
@@ -290,3 +296,48 @@ def test_what_an_offloaded_student_takes(tmp_path, offload, on_gpu, on_host):
 def test_every_launch_file_has_its_row():
     text = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
     assert [file.name for file in SHIPPED if f"`{file.name}`" not in text] == []
+
+
+LAUNCH = Path(distiller.__file__).parent / "launch"
+OF_THE_MACHINE = {"check_launcher", "check_nvme_room", "check_asynchronous_io"}
+"""What only the machine that runs it can tell."""
+
+
+def calls_by_function() -> dict[str, set[str]]:
+    """Every function of `distiller.launch` -> the names that it calls."""
+    found: dict[str, set[str]] = {}
+    for file in sorted(LAUNCH.glob("*.py")):
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef):
+                calls = (n.func.id for n in ast.walk(node) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name))
+                found[node.name] = set(calls)
+    return found
+
+
+def test_train_and_check_run_the_same_list_of_launch_checks():
+    calls = calls_by_function()
+    reached, left = set(), ["check_launch"]
+    while left:
+        name = left.pop()
+        if name not in reached:
+            reached.add(name)
+            left += calls.get(name, set())
+    assert {name for name in calls if name.startswith("check_")} - reached == OF_THE_MACHINE
+    assert "check_launch" in calls["open_world"]
+    assert "check_launch" in check.__code__.co_names
+
+
+def test_a_recipe_that_no_launch_file_can_run_is_refused_by_check(make_recipe):
+    features = {"weight": 1.0, "student_blocks": [0], "teacher_blocks": [0]}
+    recipe = make_recipe(
+        train={"compile": "default"}, task={"losses": {"features": features}, "height": 32, "width": 32}
+    )
+    with pytest.raises(UserError, match=r"task\.losses\.features reads the blocks' outputs by hooks"):
+        check(recipe, None)
+
+
+def test_an_offload_of_one_process_a_machine_is_refused_without_the_machines(make_recipe):
+    request = LaunchRequest("two.yaml", 2, "FSDP", False, "no", num_machines=2)
+    fsdp = parse_fsdp({"VERSION": "1", "SHARDING_STRATEGY": "HYBRID_SHARD", "OFFLOAD_PARAMS": "true"})
+    with pytest.raises(UserError, match="nothing would be offloaded"):
+        check_launch(make_recipe(), Launch(request, 2, fsdp))

@@ -111,7 +111,7 @@ def test_loss_and_gradient_are_those_of_the_librarys_own_logits(tmp_path, monkey
         # Its files name the output layer otherwise.
         head = Head(model.lm_head.weight.detach(), None, task.files.spec.logit_change, task.network.ids)
         monkeypatch.setattr(task.network, "load_head", lambda *_: head)
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     batch = task.collate([toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 12)])
     inputs = {"input_ids": batch.batch.input_ids, "position_ids": batch.batch.position_ids, "use_cache": False}
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -87,6 +88,15 @@ class ModelSpec:
         self.tied_names = frozenset(whole.all_tied_weights_keys)
         self._body_parts = {name for name, _ in body.named_children()}
         self.tensor_names = TensorNames(whole)
+
+    @property
+    def config_values(self) -> dict[str, Any]:
+        """All of the config that decides what the model computes, defaults included: for a cache's key."""
+        values = json.loads(self.config.to_json_string(use_diff=False))
+        if self.trusts_code:
+            # Read with its own code, a config holds the path that it was read from.
+            values["_name_or_path"] = ""
+        return {key: value for key, value in values.items() if key != "transformers_version"}
 
     @property
     def is_tied(self) -> bool:

@@ -63,7 +63,7 @@ class DeviceMapTeacher(Teacher):
             return packing.maps
 
         # One rank of the node decides: free memory changes while the ranks look.
-        maps = setup.ranks.all_succeed(lambda: setup.ranks.from_local_main(make_maps))
+        maps = setup.ranks.all_succeed(lambda: setup.ranks.broadcast_from_local_main(make_maps))
         lying, places, passing = setup.ranks.all_succeed(lambda: self._apply(plans, maps))
 
         from_host = [part for part in passing if part.location == "cpu"]

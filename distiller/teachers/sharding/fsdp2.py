@@ -135,7 +135,7 @@ def _check(setup: Setup) -> None:
 
 def _host_memory(sizes: Sequence[int], ranks: Ranks, locks_pages: bool) -> HostCopy:
     """Room of this rank's own in host memory. Raises UserError when there is too little."""
-    alone = replace(ranks, rank=0, world_size=1, local_rank=0, local_world_size=1, everyone=None, node=None)
+    alone = replace(ranks, rank=0, world_size=1, local_rank=0, local_world_size=1, world_group=None, node_group=None)
     host = HostCopy.make(sizes, alone)
     if locks_pages:
         host.page_lock()

@@ -75,12 +75,12 @@ class PeerCopier(Copier):
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         # Others still write into slots of this rank until they have come here too.
-        self._ranks.wait_on_node()
+        self._ranks.node_barrier()
         for address in set(self._mapped.values()):
             driver.unmap_memory(address)
         self._mapped.clear()
         self._signals.close()
-        self._ranks.wait_on_node()
+        self._ranks.node_barrier()
 
     def _wait_for_shares(self, number: int, stream: torch.cuda.Stream) -> None:
         for peer in range(self._count):

@@ -93,7 +93,7 @@ def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
     """Rank 0's bytes, on every rank's device. Communicates."""
     if ranks.world_size > 1 and buffer.numel():
         # A collective's clock runs from when it is queued, and reading from a slow disk may outlast it.
-        ranks.wait()
+        ranks.barrier()
         dist.broadcast(buffer, 0)
 
 
