@@ -106,10 +106,10 @@ def sweep(kind: str, folder: Path) -> Row:
     except Exception as error:
         return Row(kind, refusal=f"no small model: {' '.join(str(error).split())}")
     try:
-        anatomy = ModelSpec(copy.deepcopy(config), False, kind)
+        spec = ModelSpec(copy.deepcopy(config), False, kind)
     except UserError as error:
         return Row(kind, refusal=str(error).removeprefix(f"{kind}: "))
-    return sweep_config(kind, config if kind in SMALL_ALREADY else small_config(anatomy), folder)
+    return sweep_config(kind, config if kind in SMALL_ALREADY else small_config(spec), folder)
 
 
 def sweep_config(kind: str, config: Any, folder: Path) -> Row:

@@ -24,21 +24,26 @@ from distiller.language.model.logits import Head
 
 @final
 @dataclass(frozen=True)
-class Reader:
-    """A model that reads rows: its last hidden states, and its output layer."""
+class FrozenModel:
+    """A model that is only run: its last hidden states, and its output layer."""
 
     hidden_of: HiddenOf
     head: Head
 
 
 def compare(
-    teacher: Reader, students: dict[str, Reader], rows: TextData, numbers: Sequence[int], batch_tokens: int, pad_id: int
+    teacher: FrozenModel,
+    students: dict[str, FrozenModel],
+    rows: TextData,
+    indices: Sequence[int],
+    batch_tokens: int,
+    pad_id: int,
 ) -> dict[str, Any]:
     """Token-weighted means over all learnt tokens of the rows; exact, in float32, chunk by chunk.
 
     Args:
         students: the first one is the trained student; the others are reported by their perplexity alone.
-        numbers: which rows.
+        indices: which rows.
 
     Returns:
         The perplexities (e to the mean cross-entropy), and of the trained student the mean KL divergence from the
@@ -48,13 +53,13 @@ def compare(
     """
     device, objective = teacher.head.weight.device, Objective()
     lengths = rows.lengths
-    batches = batches_by_length([lengths[number] for number in numbers], batch_tokens)
+    batches = batches_by_length([lengths[index] for index in indices], batch_tokens)
     losses, seconds = dict.fromkeys(["teacher", *students], 0.0), dict.fromkeys(["teacher", *students], 0.0)
     divergence = agreeing = unused = 0.0
     num_tokens = 0
     for places in tqdm(batches, desc="evaluate", unit="batch", dynamic_ncols=True):
-        batch = collate([rows[0, numbers[place]] for place in places], pad_id)
-        counts = (batch.labels != IGNORED).flatten()
+        batch = collate([rows[0, indices[place]] for place in places], pad_id)
+        loss_mask = (batch.labels != IGNORED).flatten()
         batch = batch.map(lambda tensor: tensor.to(device))
         labels = batch.labels.flatten()
         hidden = {}
@@ -64,35 +69,35 @@ def compare(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             seconds[name] += time.perf_counter() - started
-        num_tokens += int(counts.sum())
-        losses["teacher"] += cross_entropy_sum(hidden["teacher"], teacher.head, labels, counts)
-        for number, (name, reader) in enumerate(students.items()):
-            if number:
-                losses[name] += cross_entropy_sum(hidden[name], reader.head, labels, counts)
+        num_tokens += int(loss_mask.sum())
+        losses["teacher"] += cross_entropy_sum(hidden["teacher"], teacher.head, labels, loss_mask)
+        for index, (name, reader) in enumerate(students.items()):
+            if index:
+                losses[name] += cross_entropy_sum(hidden[name], reader.head, labels, loss_mask)
                 continue
             target, head = HiddenTarget.of(hidden["teacher"], teacher.head), reader.head
             with torch.no_grad():
                 options = {"bias": head.bias, "change": head.change, "ids": head.ids}
-                sums = chunked_loss(hidden[name], head.weight, target, labels, counts, objective, **options)
+                sums = chunked_loss(hidden[name], head.weight, target, labels, loss_mask, objective, **options)
             losses[name] += float(sums.cross_entropy)
             divergence, agreeing = divergence + float(sums.divergence), agreeing + float(sums.agreeing)
             unused += float(sums.unused)
-    report: dict[str, Any] = {"num_rows": len(numbers), "num_tokens": num_tokens}
+    report: dict[str, Any] = {"num_rows": len(indices), "num_tokens": num_tokens}
     report |= {f"{name}_perplexity": math.exp(min(loss / num_tokens, 700)) for name, loss in losses.items()}
     report |= {"kl_divergence": divergence / num_tokens, "top1_agreement": agreeing / num_tokens}
     trained, head = next(iter(students.items()))[0], next(iter(students.values())).head
     if head.ids is not None and head.ids.num_unused(len(head.weight)):
         report["unused_ids_probability"] = -math.expm1(-unused / num_tokens)
     report |= {
-        f"{name}_tokens_per_s": sum(lengths[n] for n in numbers) / seconds[name] for name in ("teacher", trained)
+        f"{name}_tokens_per_s": sum(lengths[n] for n in indices) / seconds[name] for name in ("teacher", trained)
     }
     return report
 
 
 @torch.no_grad()
-def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, counts: Tensor) -> float:
+def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, loss_mask: Tensor) -> float:
     """The sum over tokens that count, from hidden states [N, H]; logits exist for one chunk at a time."""
-    total, rows = 0.0, counts.nonzero().squeeze(1).to(hidden.device)
+    total, rows = 0.0, loss_mask.nonzero().squeeze(1).to(hidden.device)
     for part in rows.split(default_chunk_tokens(head.weight.shape[0])):
         total += float(divergence_values.cross_entropy(head.logits(hidden[part]), labels[part]).sum())
     return total

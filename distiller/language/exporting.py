@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.evaluation import Reader
+from distiller.language.evaluation import FrozenModel
 from distiller.language.generation import students_hidden
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
@@ -43,8 +43,8 @@ def export_student(
     ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
     report = model.load_state_dict(ours, strict=False, assign=True)
     model.tie_weights()
-    lacking, heads = set(report.missing_keys), set(student.anatomy.head_names)
-    if student.anatomy.is_tied and heads & ours.keys():
+    lacking, heads = set(report.missing_keys), set(student.spec.head_names)
+    if student.spec.is_tied and heads & ours.keys():
         lacking -= heads
     if wrong := sorted(lacking) or sorted(report.unexpected_keys):
         kind = "lacks" if lacking else "holds"
@@ -55,7 +55,7 @@ def export_student(
     model.save_pretrained(folder)
     for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
         shutil.copyfile(file, folder / file.name)
-    _suppress(folder / "generation_config.json", known.unused(student.anatomy.vocabulary))
+    _suppress(folder / "generation_config.json", known.unused(student.spec.vocabulary))
 
 
 def _suppress(file: Path, unused: list[int]) -> None:
@@ -66,8 +66,10 @@ def _suppress(file: Path, unused: list[int]) -> None:
         file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
-    """The exported student of a run, in float32; see `reader_of`. Raises UserError when the run has none."""
+def read_exported(
+    run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds
+) -> FrozenModel:
+    """The exported student of a run, in float32; see `frozen_model`. Raises UserError when the run has none."""
     folder = run_dir / "student"
     if not (folder / "config.json").is_file():
         raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
@@ -82,14 +84,14 @@ def read_exported(run_dir: Path, trusts_code: bool, device: torch.device, change
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
         raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
-    return reader_of(model, device, change, ids)
+    return frozen_model(model, device, change, ids)
 
 
-def reader_of(model: Any, device: torch.device, change: LogitChange, ids: TokenIds) -> Reader:
-    """A model of the library that is only read.
+def frozen_model(model: Any, device: torch.device, change: LogitChange, ids: TokenIds) -> FrozenModel:
+    """A model of the library, in eval mode and without gradients.
 
     `change` is what it does to its output layer's logits, `ids` are those that stand for a token.
     """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()
-    return Reader(students_hidden(model), Head(output.weight, output.bias, change, ids))
+    return FrozenModel(students_hidden(model), Head(output.weight, output.bias, change, ids))

@@ -1,4 +1,4 @@
-"""Teacher and student continue the same beginnings, side by side in a text file."""
+"""Greedy generation by teacher and student from the same prompts, written side by side into a text file."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ HiddenOf = Callable[[LanguageBatch], Tensor]
 """Last hidden states [B, L, H] of a batch."""
 
 
-def continue_greedily(
-    hidden_of: HiddenOf, head: Head, beginnings: Sequence[Sequence[int]], num_tokens: int, pad_id: int
+def generate_greedily(
+    hidden_of: HiddenOf, head: Head, prompt_ids: Sequence[Sequence[int]], num_tokens: int, pad_id: int
 ) -> list[list[int]]:
-    """The likeliest next token, `num_tokens` times: what each beginning goes on with.
+    """The likeliest next token, `num_tokens` times, after each prompt.
 
     All positions are computed anew for every token, which no placement of a teacher has to keep a cache for: the time
     grows with the square of the length. Never stops early, so that ranks whose teacher communicates stay together.
 
     Args:
         head: on the device of the hidden states.
-        beginnings: token ids, at least one each.
+        prompt_ids: token ids, at least one each.
     """
-    rows = [list(beginning) for beginning in beginnings]
+    rows = [list(beginning) for beginning in prompt_ids]
     for _ in range(num_tokens):
         hidden = hidden_of(as_batch(rows, pad_id).map(lambda tensor: tensor.to(head.weight.device)))
         ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
         logits = head.logits(hidden[torch.arange(len(rows), device=hidden.device), ends])
         for row, token in zip(rows, logits.argmax(1).tolist(), strict=True):
             row.append(token)
-    return [row[len(beginning) :] for row, beginning in zip(rows, beginnings, strict=True)]
+    return [row[len(beginning) :] for row, beginning in zip(rows, prompt_ids, strict=True)]
 
 
 def teachers_hidden(teacher: Teacher) -> HiddenOf:
@@ -71,11 +71,11 @@ def as_batch(rows: Sequence[Sequence[int]], pad_id: int) -> LanguageBatch:
 
 
 def write_texts(
-    file: Path, tokenizer: Any, beginnings: Sequence[Sequence[int]], texts: Mapping[str, Sequence[Sequence[int]]]
+    file: Path, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], texts: Mapping[str, Sequence[Sequence[int]]]
 ) -> None:
-    """Writes every beginning with what each model made of it, up to its end-of-text token; UTF-8."""
+    """Writes every prompt with what each model generated, up to its end-of-text token; UTF-8."""
     parts = []
-    for number, beginning in enumerate(beginnings):
+    for number, beginning in enumerate(prompt_ids):
         lines = [f"prompt: {_one_line(tokenizer.decode(beginning))}"]
         for name, continuations in texts.items():
             tokens = list(continuations[number])

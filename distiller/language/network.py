@@ -33,29 +33,29 @@ class LanguageNetwork(Network):
     def __init__(self, files: LanguageFiles, student_vocabulary: int | None = None) -> None:
         """`student_vocabulary`: ids of the student's output layer; only ids that both models have are compared."""
         self._files, self.origin, self.module_names = files, files.origin, (BODY,)
-        self.rename = files.anatomy.body_name
-        anatomy = files.anatomy
+        self.rename = files.spec.body_name
+        spec = files.spec
         # Beyond the ids of tokens, what an output layer holds is padding, of which nothing need be true.
         # A tokenizer may have ids that a model has no place for: of pictures, or a padding token added afterwards.
-        shared = min(anatomy.vocabulary, student_vocabulary or anatomy.vocabulary)
+        shared = min(spec.vocabulary, student_vocabulary or spec.vocabulary)
         self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
-        self.num_replicated_head_parameters = 0 if anatomy.is_tied else anatomy.vocabulary * anatomy.hidden_size
+        self.num_replicated_head_parameters = 0 if spec.is_tied else spec.vocabulary * spec.hidden_size
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
-        return self._files.anatomy.body_skeleton(dtype)
+        return self._files.spec.body_skeleton(dtype)
 
     def weight_files(self, name: str) -> list[Path]:
         return self._files.weight_files()
 
     def block_names(self, name: str) -> tuple[str, ...]:
-        anatomy = self._files.anatomy
-        return tuple(f"{anatomy.block_prefix}{number}" for number in range(anatomy.num_blocks))
+        spec = self._files.spec
+        return tuple(f"{spec.block_prefix}{index}" for index in range(spec.num_blocks))
 
     def calls(self, request: Request) -> list[Call]:
         return [Call(BODY, request.inputs, request.wanted)]
 
     def run(self, module: nn.Module, call: Call) -> Outputs:
-        prefix = self._files.anatomy.block_prefix
+        prefix = self._files.spec.block_prefix
         blocks = [
             (name, module.get_submodule(f"{prefix}{name.removeprefix(FEATURES)}"))
             for name in call.wanted
@@ -70,22 +70,22 @@ class LanguageNetwork(Network):
 
     def head_bytes(self, dtype: torch.dtype) -> int:
         """What `load_head` takes."""
-        anatomy = self._files.anatomy
-        columns = anatomy.hidden_size + (anatomy.head_bias is not None)
-        return product_width(self.ids.size, anatomy.vocabulary) * columns * dtype.itemsize
+        spec = self._files.spec
+        columns = spec.hidden_size + (spec.head_bias is not None)
+        return product_width(self.ids.size, spec.vocabulary) * columns * dtype.itemsize
 
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
         """Reads the output layer, and keeps the ids of tokens (see `product_width`): frozen, in `teacher.dtype`.
 
         Communicates nothing: every rank reads it. Raises UserError where it is missing.
         """
-        anatomy = self._files.anatomy
-        files = WeightFiles(self._files.weight_files(), anatomy.renaming.name)
+        spec = self._files.spec
+        files = WeightFiles(self._files.weight_files(), spec.tensor_names.name)
         try:
-            name = next((name for name in anatomy.head_names if name in files.tensors), None)
+            name = next((name for name in spec.head_names if name in files.tensors), None)
             if name is None:
-                raise UserError(f"{self.origin}: its weights lack {anatomy.head_names[0]}; copy it again")
-            weight = torch.empty(anatomy.vocabulary, anatomy.hidden_size, dtype=dtype)
+                raise UserError(f"{self.origin}: its weights lack {spec.head_names[0]}; copy it again")
+            weight = torch.empty(spec.vocabulary, spec.hidden_size, dtype=dtype)
             if files.tensors[name].shape != tuple(weight.shape):
                 raise UserError(
                     f"{self.origin}: {name} has shape {list(files.tensors[name].shape)} in the weights and "
@@ -93,11 +93,11 @@ class LanguageNetwork(Network):
                 )
             files.read(name, weight)
             bias = None
-            if anatomy.head_bias is not None:
-                bias = torch.empty(anatomy.vocabulary, dtype=dtype)
-                files.read(anatomy.head_bias, bias)
+            if spec.head_bias is not None:
+                bias = torch.empty(spec.vocabulary, dtype=dtype)
+                files.read(spec.head_bias, bias)
         finally:
             files.close()
-        width = product_width(self.ids.size, anatomy.vocabulary)
+        width = product_width(self.ids.size, spec.vocabulary)
         bias = None if bias is None else bias[:width].to(device)
-        return Head(weight[:width].to(device), bias, anatomy.logit_change, self.ids)
+        return Head(weight[:width].to(device), bias, spec.logit_change, self.ids)

@@ -43,7 +43,7 @@ class StudentModel:
 
     Attributes:
         origin: how messages name it.
-        anatomy: what its config describes.
+        spec: what its config describes.
         files: the saved model that it starts from; None for a new one and for a part of the teacher.
         dropout: keys of the config that were above 0 and are 0 now.
     """
@@ -61,18 +61,18 @@ class StudentModel:
         self.files = None
         if options.path is not None:
             self.files = find_model("student", options.path, None, None, stages_dir, trusts_code)
-            config, self.origin = self.files.anatomy.config, self.files.origin
+            config, self.origin = self.files.spec.config, self.files.origin
         elif options.config is not None:
             self.origin = f"student.config: {options.config}"
             config = read_config(local_path(options.config), self.origin, trusts_code)
         else:
             config, self.origin = cut_config(options, teacher), "student"
         self.dropout = remove_dropout(config)
-        self.anatomy = ModelSpec(config, trusts_code, self.origin)
+        self.spec = ModelSpec(config, trusts_code, self.origin)
 
     def skeleton(self) -> Any:
         """The model on the meta device."""
-        return self.anatomy.new_skeleton()
+        return self.spec.new_skeleton()
 
     def build(self, known: TokenIds) -> Any:
         """The model on the CPU in float32, the same on every rank; the global random state is left as it was.
@@ -91,7 +91,7 @@ class StudentModel:
             return self._load(self.files)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)
-            model = new_model(self.anatomy.config, self._trusts_code)
+            model = new_model(self.spec.config, self._trusts_code)
         if self._options.from_teacher:
             self._copy_from_teacher(model)
         return model
@@ -101,7 +101,7 @@ class StudentModel:
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 files.fetch(),
-                config=self.anatomy.config,
+                config=self.spec.config,
                 dtype=torch.float32,
                 use_safetensors=True,
                 local_files_only=True,
@@ -117,17 +117,17 @@ class StudentModel:
 
     def _copy_from_teacher(self, model: Any) -> None:
         """Fills the student with the teacher's evenly spaced layers and leading channels, tensor by tensor."""
-        theirs, ours = self._teacher.anatomy, self.anatomy
+        theirs, ours = self._teacher.spec, self.spec
         kept = evenly_spaced(ours.num_blocks, theirs.num_blocks)
         inside = f"{model.base_model_prefix}.{ours.block_prefix}"
-        files = WeightFiles(self._teacher.weight_files(), theirs.renaming.name)
+        files = WeightFiles(self._teacher.weight_files(), theirs.tensor_names.name)
         try:
             with torch.no_grad():
                 for name, target in model.named_parameters():
                     source = name
                     if name.startswith(inside):
-                        number, _, rest = name.removeprefix(inside).partition(".")
-                        source = f"{inside}{kept[int(number)]}.{rest}"
+                        index, _, rest = name.removeprefix(inside).partition(".")
+                        source = f"{inside}{kept[int(index)]}.{rest}"
                     names = theirs.head_names if source in theirs.head_names else (source,)
                     stored = next((name for name in names if name in files.tensors), None)
                     if stored is None:
@@ -157,13 +157,13 @@ def enable_checkpointing(model: Any) -> None:
 
 def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
     """The config of a student that is cut out of the teacher. Raises UserError where it cannot be."""
-    anatomy = teacher.anatomy
-    config = copy.deepcopy(anatomy.config)
+    spec = teacher.spec
+    config = copy.deepcopy(spec.config)
     if options.num_layers is not None:
-        _check_at_most("num_layers", options.num_layers, anatomy.num_blocks)
-        kept = evenly_spaced(options.num_layers, anatomy.num_blocks)
+        _check_at_most("num_layers", options.num_layers, spec.num_blocks)
+        kept = evenly_spaced(options.num_layers, spec.num_blocks)
         try:
-            keep_layers(config, kept, anatomy.num_blocks)
+            keep_layers(config, kept, spec.num_blocks)
         except NotImplementedError as error:
             raise UserError(
                 f"student.num_layers is {options.num_layers} and a {type(config).__name__} cannot be cut to so many "
@@ -172,7 +172,7 @@ def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
     asked = [key for key in WIDTHS if getattr(options, key) is not None]
     if not asked:
         return config
-    for name in anatomy.parameter_names:
+    for name in spec.parameter_names:
         layer = name.rsplit(".", 2)[-2]
         if layer not in SLICED:
             raise UserError(

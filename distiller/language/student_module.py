@@ -28,7 +28,7 @@ class LossInputs:
     Attributes:
         input_ids, position_ids: [B, L] int64, on the student's device.
         labels: [B L] int64, on the student's device.
-        counts: [B L] bool, on the CPU where the batch came from there.
+        loss_mask: [B L] bool, on the CPU where the batch came from there.
         target: the teacher, B L rows, on the student's device.
         features: of the teacher's blocks, each [B L, H'].
     """
@@ -36,12 +36,12 @@ class LossInputs:
     input_ids: Tensor
     position_ids: Tensor
     labels: Tensor
-    counts: Tensor
+    loss_mask: Tensor
     target: Target
     features: tuple[Tensor, ...]
 
 
-class LessonSums(NamedTuple):
+class LossTerms(NamedTuple):
     """Sums over a micro-batch's learnt tokens; float32 scalars. `loss` and `features` have gradients."""
 
     loss: Tensor
@@ -52,7 +52,7 @@ class LessonSums(NamedTuple):
 
 
 @final
-class ComparingOutput(nn.Linear):
+class FusedLossHead(nn.Linear):
     """The student's output layer, which makes logits chunk by chunk and keeps none.
 
     A module with its weight in it, tied or not, so that engines which shard weights gather this one around its forward
@@ -74,14 +74,14 @@ class ComparingOutput(nn.Linear):
         return Head(self.weight, self.bias, self._change, self._ids)
 
     @torch.compiler.disable
-    def forward(self, hidden: Tensor, lesson: LossInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
+    def forward(self, hidden: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
         """Loss, divergence, cross-entropy and unused ids of hidden states [B, L, H]: sums over tokens that count."""
         sums = chunked_loss(
             hidden.flatten(0, 1),
             self.weight,
-            lesson.target,
-            lesson.labels,
-            lesson.counts,
+            inputs.target,
+            inputs.labels,
+            inputs.loss_mask,
             self._objective,
             bias=self.bias,
             change=self._change,
@@ -110,27 +110,27 @@ class LanguageStudent(TrainedStudent):
         `change` is what the model does to its output layer's logits, `ids` are those that stand for a token.
         """
         super().__init__(model)
-        model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective, change, ids))
-        self._blocks = [f"{block_prefix}{number}" for number in feature_blocks]
+        model.set_output_embeddings(FusedLossHead(model.get_output_embeddings(), objective, change, ids))
+        self._blocks = [f"{block_prefix}{index}" for index in feature_blocks]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + 1)
             self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in feature_blocks)
 
-    def forward(self, lesson: LossInputs) -> LessonSums:
+    def forward(self, inputs: LossInputs) -> LossTerms:
         """Runs the model and compares it with the teacher."""
         body = self.model.base_model
         with capture_outputs([(name, body.get_submodule(name)) for name in self._blocks]) as captured:
             hidden = body(
-                input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False
+                input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False
             ).last_hidden_state
-        loss, divergence, cross_entropy, unused_ids = self.model.get_output_embeddings()(hidden, lesson)
+        loss, divergence, cross_entropy, unused_ids = self.model.get_output_embeddings()(hidden, inputs)
         features = hidden.new_zeros((), dtype=torch.float32)
         if not self._blocks:
-            return LessonSums(loss, divergence, cross_entropy, unused_ids, features)
-        left_out = ~lesson.counts.to(hidden.device, non_blocking=True)
+            return LossTerms(loss, divergence, cross_entropy, unused_ids, features)
+        left_out = ~inputs.loss_mask.to(hidden.device, non_blocking=True)
         # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
-        for number, name in enumerate(self._blocks):
-            ours = self.projections[number](captured[name].flatten(0, 1))
-            distances = mean_squared_error(ours, lesson.features[number])
+        for index, name in enumerate(self._blocks):
+            ours = self.projections[index](captured[name].flatten(0, 1))
+            distances = mean_squared_error(ours, inputs.features[index])
             features = features + distances.masked_fill(left_out, 0).sum()
-        return LessonSums(loss, divergence, cross_entropy, unused_ids, features / len(self._blocks))
+        return LossTerms(loss, divergence, cross_entropy, unused_ids, features / len(self._blocks))

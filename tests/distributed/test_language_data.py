@@ -10,7 +10,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.language.data.batch import collate, count
+from distiller.language.data.batch import IGNORED, collate
 from distiller.language.data.source import LanguageSource
 from tests.distributed.ranks import on_ranks
 from tests.toy_language import byte_level, language_recipe
@@ -29,7 +29,7 @@ def _updates(folder: Path, world_size: int, accumulation_steps: int) -> dict[str
     rows = [[(i, ids[:n].tolist(), labels[:n].tolist()) for i, ids, labels, n in _rows(batch)] for batch in batches]
     firsts = range(0, len(rows), accumulation_steps)
     steps = [list(chain.from_iterable(rows[first : first + accumulation_steps])) for first in firsts]
-    counts = [count(batch) for batch in batches]
+    counts = [int((batch.labels != IGNORED).sum()) for batch in batches]
     return {"steps": steps, "count": sum(counts), "digest": source.data_digest, "samples": source.num_samples}
 
 

@@ -43,11 +43,11 @@ CONFIGS = {
 )
 def test_a_small_model_shows_whether_documents_see_each_other(kind, separates):
     state = torch.get_rng_state()
-    anatomy = ModelSpec(CONFIGS[kind], False, kind)
-    behaviour = behaviour_probe.observe(anatomy)
+    spec = ModelSpec(CONFIGS[kind], False, kind)
+    behaviour = behaviour_probe.observe(spec)
     assert behaviour == behaviour_probe.Behaviour(is_causal=True, separates=separates, has_known_logits=True)
     assert torch.equal(torch.get_rng_state(), state)
-    assert behaviour_probe.small_config(anatomy).num_hidden_layers <= 3
+    assert behaviour_probe.small_config(spec).num_hidden_layers <= 3
 
 
 @pytest.mark.parametrize("kind", ["opt", "mamba"])
@@ -65,14 +65,14 @@ def test_models_whose_documents_would_see_each_other_are_not_packed(tmp_path, ki
 
 
 def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
-    anatomy = ModelSpec(CONFIGS["llama"], False, "x")
+    spec = ModelSpec(CONFIGS["llama"], False, "x")
     monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
-    assert behaviour_probe.observe(anatomy) is None
-    behaviour_probe.check_behaviour(anatomy, "x", packs=True)
+    assert behaviour_probe.observe(spec) is None
+    behaviour_probe.check_behaviour(spec, "x", packs=True)
     monkeypatch.setattr(behaviour_probe, "JOINING_TYPES", ("llama",))
-    behaviour_probe.check_behaviour(anatomy, "x", packs=False)
+    behaviour_probe.check_behaviour(spec, "x", packs=False)
     with pytest.raises(UserError, match=r"x: in model type llama the documents"):
-        behaviour_probe.check_behaviour(anatomy, "x", packs=True)
+        behaviour_probe.check_behaviour(spec, "x", packs=True)
 
 
 def test_a_model_with_weights_behind_its_body_is_refused():
@@ -84,6 +84,6 @@ def test_a_model_with_weights_behind_its_body_is_refused():
 def test_a_model_whose_tokens_see_what_follows_is_refused():
     small = HEADS | {"num_key_value_heads": 2, "head_dim": 8, "pad_token_id": 0}
     behaviour_probe.check_behaviour(ModelSpec(Gemma3TextConfig(**small), False, "x"), "x", packs=True)
-    anatomy = ModelSpec(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
+    spec = ModelSpec(Gemma3TextConfig(**small, use_bidirectional_attention=True), False, "x")
     with pytest.raises(UserError, match="lets a token see those that follow it"):
-        behaviour_probe.check_behaviour(anatomy, "x", packs=False)
+        behaviour_probe.check_behaviour(spec, "x", packs=False)

@@ -18,8 +18,7 @@ from distiller.cache.key import content_key, first_difference
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
-from distiller.language.counted import CountedBatch
-from distiller.language.data.batch import IGNORED
+from distiller.language.data.batch import IGNORED, MaskedBatch
 from distiller.language.task import CausalLMTask
 from tests import toy_causal_lm, toys
 
@@ -50,7 +49,7 @@ def task_of(recipe: Any) -> CausalLMTask:
     return task
 
 
-def loss_of(task: CausalLMTask, batch: CountedBatch, trained: Any) -> float:
+def loss_of(task: CausalLMTask, batch: MaskedBatch, trained: Any) -> float:
     """The loss sum of a micro-batch, with the teacher in this process."""
     from distiller.teachers.factory import open_alone
 

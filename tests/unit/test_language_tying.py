@@ -93,7 +93,7 @@ def test_both_stored_and_equal_is_one_matrix(untied, tmp_path):
     task = build_task(recipe(tmp_path, folder, student={"num_layers": 1}))
     student = task.build_student().model
     assert student.lm_head.weight is student.model.embed_tokens.weight
-    assert task.files.anatomy.is_tied
+    assert task.files.spec.is_tied
 
 
 def test_one_stored_under_the_output_layers_name_serves_both(untied, tmp_path):
@@ -124,14 +124,14 @@ def test_a_hubs_model_is_tied_by_its_header_or_its_index(untied, tmp_path, monke
 
     monkeypatch.setattr("distiller.storage.hub.snapshot_download", download)
     found = find_model("teacher", "owner/untied", None, None, tmp_path / "stages", trusts_code=False)
-    assert not found.anatomy.is_tied
+    assert not found.spec.is_tied
     assert asked == [False, True]
     monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(untied))
-    assert not find_model("teacher", "owner/whole", None, None, tmp_path, trusts_code=False).anatomy.is_tied
+    assert not find_model("teacher", "owner/whole", None, None, tmp_path, trusts_code=False).spec.is_tied
     asked.clear()
     (described / "model.safetensors.index.json").unlink()
     monkeypatch.setattr("distiller.storage.hub.snapshot_download", download)
-    assert find_model("teacher", "owner/tied", None, None, tmp_path, trusts_code=False).anatomy.is_tied
+    assert find_model("teacher", "owner/tied", None, None, tmp_path, trusts_code=False).spec.is_tied
     assert asked == [False]
 
 
@@ -140,7 +140,7 @@ def test_experts_in_several_files_are_no_other_matrix_of_one_name(tmp_path, equa
     """The library merges a layer's experts, so their files hold several tensors of one name of the module."""
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
     config = Qwen3MoeConfig(vocab_size=12, num_experts=2, tie_word_embeddings=True, **sizes)
-    anatomy, embedding = ModelSpec(config, False, "teacher"), torch.randn(12, 8)
+    spec, embedding = ModelSpec(config, False, "teacher"), torch.randn(12, 8)
     expert = "model.layers.0.mlp.experts.{}.gate_proj.weight"
     shards = [
         {"model.embed_tokens.weight": embedding, expert.format(0): torch.zeros(4, 8)},
@@ -150,7 +150,7 @@ def test_experts_in_several_files_are_no_other_matrix_of_one_name(tmp_path, equa
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, file)
     names = [name for shard in shards for name in shard]
-    assert tied_as_stored(anatomy, names, lambda: files, "teacher").is_tied == equal
+    assert tied_as_stored(spec, names, lambda: files, "teacher").is_tied == equal
 
 
 @pytest.mark.parametrize("fault", [OSError("429 Too Many Requests"), TimeoutError("timed out"), None])

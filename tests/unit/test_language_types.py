@@ -158,7 +158,7 @@ def test_infinity_in_a_config_is_a_number(tmp_path):
     language_sweep.save(config_of("mamba2", num_heads=8, head_dim=8, state_size=8, n_groups=2, chunk_size=8), tmp_path)
     assert "__float__" in json.dumps(json.loads((tmp_path / "teacher" / "config.json").read_text()))
     found = find_model("teacher", str(tmp_path / "teacher"), None, None, tmp_path, trusts_code=False)
-    assert found.anatomy.config.time_step_limit[1] == float("inf")
+    assert found.spec.config.time_step_limit[1] == float("inf")
 
 
 def test_what_half_precision_does_not_round_is_in_a_caches_key(tmp_path):
@@ -170,5 +170,5 @@ def test_what_half_precision_does_not_round_is_in_a_caches_key(tmp_path):
         folder = tmp_path / kind
         language_sweep.save(config_of(kind, **changes), folder)
         found = find_model("teacher", str(folder / "teacher"), None, None, tmp_path, trusts_code=False)
-        assert set(found.anatomy.other_dtypes(torch.bfloat16)) == expected
-        assert found.anatomy.other_dtypes(torch.float32) == {}
+        assert set(found.spec.other_dtypes(torch.bfloat16)) == expected
+        assert found.spec.other_dtypes(torch.float32) == {}

@@ -19,7 +19,7 @@ from distiller.cache.key import content_key
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.language.data.batch import IGNORED
-from distiller.language.exporting import reader_of
+from distiller.language.exporting import frozen_model
 from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import PLAIN, TokenIds, product_width
@@ -175,7 +175,7 @@ def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
     unused = -student.softmax(1)[:, known].sum(1).log().sum()
     assert float(loss.terms["unused_ids"]) == pytest.approx(float(unused), rel=1e-4)
     with torch.no_grad():
-        says = task._continue(reader_of(model, torch.device("cpu"), PLAIN, task.network.ids), [[3, 4], [5]])
+        says = task._continue(frozen_model(model, torch.device("cpu"), PLAIN, task.network.ids), [[3, 4], [5]])
     assert {token for row in says for token in row} <= set(known)
 
 

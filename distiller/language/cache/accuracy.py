@@ -11,13 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language.cache.forms import StoredForm, target_of
-from distiller.language.counted import CountedBatch
+from distiller.config.causal_lm import LanguageRecipe
+from distiller.language.cache.forms import StoredForm, stored_form, target_of
+from distiller.language.data.batch import MaskedBatch
 from distiller.language.loss import divergence_values
 from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.divergences import Divergence
 from distiller.language.loss.token_losses import Objective
-from distiller.language.model.logits import Head
+from distiller.language.model.logits import Head, TokenIds
 from distiller.language.student_module import LanguageStudent, LossInputs
 from distiller.teachers.base import Outputs
 
@@ -43,12 +45,25 @@ class FormFigures:
     gradient_cosine: float
 
 
+def forms_to_compare(recipe: LanguageRecipe, ids: TokenIds, divergence: Divergence) -> dict[str, StoredForm]:
+    """All forms that suit the recipe's divergence, by their names and sizes; `ids` are those that are compared."""
+    kinds = ["hidden", "topk"]
+    if divergence.can_be_sampled:
+        kinds += ["sampled"] + ["topk+sampled"] * recipe.cache.fits_both
+    forms = {}
+    for kind in kinds:
+        form = stored_form(kind, recipe, ids)
+        settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
+        forms[" ".join([kind, *settings])] = form
+    return forms
+
+
 def compare_forms(
     forms: Mapping[str, StoredForm],
     student: LanguageStudent,
     head: Head,
     objective: Objective,
-    batches: Sequence[CountedBatch],
+    batches: Sequence[MaskedBatch],
     outputs: Sequence[Outputs],
 ) -> dict[str, FormFigures]:
     """Stores and restores every micro-batch in every form, and compares divergences and gradients.
@@ -105,7 +120,7 @@ def table(figures: Mapping[str, FormFigures]) -> str:
 def _measure(
     student: LanguageStudent,
     objective: Objective,
-    batches: Sequence[CountedBatch],
+    batches: Sequence[MaskedBatch],
     targets: Sequence[Target],
 ) -> tuple[Tensor, Tensor]:
     """The divergence of each learnt token [N] and the gradient of their sum, flat; both float64 on the CPU."""
@@ -113,23 +128,23 @@ def _measure(
     values = []
     for batch, target in zip(batches, targets, strict=True):
         rows = batch.batch
-        lesson = LossInputs(rows.input_ids, rows.position_ids, rows.labels.flatten(), batch.counts, target, ())
-        student(lesson).loss.backward()
-        values.append(_values(student, objective, lesson))
+        inputs = LossInputs(rows.input_ids, rows.position_ids, rows.labels.flatten(), batch.loss_mask, target, ())
+        student(inputs).loss.backward()
+        values.append(_values(student, objective, inputs))
     gradients = [parameter.grad for parameter in student.parameters() if parameter.grad is not None]
     return torch.cat(values), torch.cat([gradient.flatten().double().cpu() for gradient in gradients])
 
 
 @torch.no_grad()
-def _values(student: LanguageStudent, objective: Objective, lesson: LossInputs) -> Tensor:
+def _values(student: LanguageStudent, objective: Objective, inputs: LossInputs) -> Tensor:
     body = student.model.base_model
-    hidden = body(input_ids=lesson.input_ids, position_ids=lesson.position_ids, use_cache=False).last_hidden_state
+    hidden = body(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)
     ours: Head = student.model.get_output_embeddings().head
-    counting, values = lesson.counts.nonzero().squeeze(1).to(hidden.device), []
+    counting, values = inputs.loss_mask.nonzero().squeeze(1).to(hidden.device), []
     for rows in counting.split(default_chunk_tokens(len(ours.weight))):
         logits = ours.logits(hidden[rows])
-        target, divergence, temperature = lesson.target, objective.divergence, objective.temperature
+        target, divergence, temperature = inputs.target, objective.divergence, objective.temperature
         if isinstance(target, SparseTarget):
             values.append(divergence_values.sparse_divergence(divergence, logits, target.rows(rows), temperature))
         else:

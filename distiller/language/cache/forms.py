@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from distiller.config.causal_lm import LanguageRecipe
 from distiller.data import rng
 from distiller.language.cache.sparse_records import Records, SparseForm
-from distiller.language.counted import CountedBatch
+from distiller.language.data.batch import MaskedBatch
 from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
-from distiller.language.model.logits import Head
+from distiller.language.model.logits import Head, TokenIds
 from distiller.language.network import FEATURES, HIDDEN
 from distiller.teachers.base import Outputs
 
@@ -47,7 +48,7 @@ class StoredForm(ABC):
         """A micro-batch's tensors [B, length, ...] from its rows, on the CPU; runs in loader processes."""
 
     @final
-    def store(self, batch: CountedBatch, outputs: Outputs, head: Head) -> list[Outputs]:
+    def store(self, batch: MaskedBatch, outputs: Outputs, head: Head) -> list[Outputs]:
         """What is kept of each row of a micro-batch, on the CPU."""
         rows = []
         for row, length in enumerate(batch.batch.lengths):
@@ -57,7 +58,7 @@ class StoredForm(ABC):
         return rows
 
     @final
-    def restore(self, batch: CountedBatch, rows: Sequence[Outputs], features: Sequence[str]) -> Outputs:
+    def restore(self, batch: MaskedBatch, rows: Sequence[Outputs], features: Sequence[str]) -> Outputs:
         """What the loss reads of a micro-batch."""
         lengths, length = batch.batch.lengths, batch.batch.input_ids.shape[1]
         restored = self.restore_tokens(rows, lengths, length)
@@ -125,6 +126,14 @@ class TokenForm(StoredForm):
         return restored | ({f"{SPARSE}entropy": _padded(entropies, length)} if entropies else {})
 
 
+def stored_form(kind: str, recipe: LanguageRecipe, ids: TokenIds) -> StoredForm:
+    """The form that `cache.form` names as `kind`, with the recipe's settings; `ids` are those that are compared."""
+    if kind == "hidden":
+        return HiddenForm()
+    cache, temperature = recipe.cache, recipe.task.losses.divergence.temperature
+    return TokenForm(SparseForm(kind, cache.k, cache.samples, temperature, ids.size), recipe.seed, ids.absent)
+
+
 def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
     """What the loss compares with, B L rows, from a live teacher's outputs or a cache's.
 
@@ -148,8 +157,8 @@ def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
 def _padded(rows: Sequence[Tensor], length: int) -> Tensor:
     """Rows [L, ...] with zeros to one length: [B, length, ...]."""
     padded = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
-    for number, row in enumerate(rows):
-        padded[number, : len(row)] = row
+    for index, row in enumerate(rows):
+        padded[index, : len(row)] = row
     return padded
 
 

@@ -1,4 +1,4 @@
-"""A micro-batch of token sequences, and the rows that it is made of."""
+"""Rows of tokens, and micro-batches of them, with and without their loss mask."""
 
 from __future__ import annotations
 
@@ -66,16 +66,6 @@ class LanguageBatch:
         return self.map(Tensor.pin_memory)
 
 
-def count(batch: LanguageBatch) -> int:
-    """The positions that are learnt from: what a sum of token losses is divided by. Wants the batch on the CPU."""
-    return int((batch.labels != IGNORED).sum())
-
-
-def tokens(batch: LanguageBatch) -> int:
-    """Real tokens, without padding: what is worked on, for throughput."""
-    return sum(batch.lengths)
-
-
 def padded_length(length: int) -> int:
     """The length of a batch whose longest row has so many tokens."""
     return max(-(-length // ROW_MULTIPLE), 1) * ROW_MULTIPLE
@@ -94,3 +84,30 @@ def collate(samples: Sequence[TokenSample], pad_id: int) -> LanguageBatch:
         position_ids[row, length:] += int(sample.position_ids[-1]) + 1 - length
         labels[row, :length] = sample.labels
     return LanguageBatch(tuple(sample.sample_id for sample in samples), input_ids, position_ids, labels, lengths)
+
+
+@final
+@dataclass(frozen=True)
+class MaskedBatch:
+    """A micro-batch as the loop carries it: its tensors anywhere, its loss mask on the host.
+
+    Attributes:
+        loss_mask: [B L] bool, on the CPU: which positions are learnt. The host would have to wait for a GPU to learn
+            how many they are.
+        num_learnt: how many of them are true.
+    """
+
+    batch: LanguageBatch
+    loss_mask: Tensor
+    num_learnt: int
+
+    @staticmethod
+    def of(samples: Sequence[TokenSample], pad_id: int) -> MaskedBatch:
+        """Collates on the CPU."""
+        batch = collate(samples, pad_id)
+        loss_mask = (batch.labels != IGNORED).flatten()
+        return MaskedBatch(batch, loss_mask, int(loss_mask.sum()))
+
+    def pin_memory(self) -> MaskedBatch:
+        """Called by the DataLoader."""
+        return replace(self, batch=self.batch.pin_memory(), loss_mask=self.loss_mask.pin_memory())

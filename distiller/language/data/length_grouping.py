@@ -1,13 +1,10 @@
-"""Rows for evaluation: batches of like lengths, so that little is padding, and results in the rows' own order."""
+"""Rows for evaluation in batches of similar lengths, so that little is padding."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 from distiller.language.data.batch import padded_length
-
-ResultT = TypeVar("ResultT")
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
@@ -25,9 +22,3 @@ def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]
         else:
             batches.append([row])
     return batches
-
-
-def in_rows_order(batches: Sequence[Sequence[int]], results: Sequence[Sequence[ResultT]]) -> list[ResultT]:
-    """One result a row, batch by batch, into the order of the rows."""
-    pairs = [pair for batch, part in zip(batches, results, strict=True) for pair in zip(batch, part, strict=True)]
-    return [result for _, result in sorted(pairs, key=lambda pair: pair[0])]

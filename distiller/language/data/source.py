@@ -76,7 +76,7 @@ class LanguageSource:
         if vocabulary is not None and tokenizer.num_ids > vocabulary:
             self._store.check_below(vocabulary)
         held_out = held_out_documents(len(self._store), data.held_out)
-        training = (number for number in range(len(self._store)) if number not in held_out)
+        training = (index for index in range(len(self._store)) if index not in held_out)
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
         # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
@@ -143,14 +143,14 @@ def held_out_documents(num_documents: int, share: float) -> set[int]:
     if share == 0 or num_documents < 2:
         return set()
     chosen, first, last = set(), (2.0, 0), (-1.0, 0)
-    for number in range(num_documents):
-        place = _hash(number), number
+    for index in range(num_documents):
+        place = _hash(index), index
         first, last = min(first, place), max(last, place)
         if place[0] < share:
-            chosen.add(number)
+            chosen.add(index)
     return (chosen or {first[1]}) - ({last[1]} if len(chosen) == num_documents else set())
 
 
-def _hash(number: int) -> float:
+def _hash(index: int) -> float:
     """A number in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(f"held out/{number}".encode(), digest_size=8).digest(), "little") / 2**64
+    return int.from_bytes(hashlib.blake2b(f"held out/{index}".encode(), digest_size=8).digest(), "little") / 2**64

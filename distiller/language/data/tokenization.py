@@ -68,7 +68,7 @@ class DocumentTokenizer:
         self._written: set[str] = set()
         """Of `BESIDE`, what the chat template was seen to write."""
         pad_ids: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id)
-        self._pad_ids = [int(number) for number in pad_ids if number is not None]
+        self._pad_ids = [int(token_id) for token_id in pad_ids if token_id is not None]
 
     @property
     def num_ids(self) -> int:
@@ -95,20 +95,20 @@ class DocumentTokenizer:
                 yield from self._tokenise(batch)
 
     def _tokenise(self, documents: Sequence[Document]) -> Iterator[TokenisedDocument]:
-        plain = [number for number, document in enumerate(documents) if not isinstance(document, Chat)]
+        plain = [index for index, document in enumerate(documents) if not isinstance(document, Chat)]
         chats, found = [], dict[int, TokenisedDocument]()
-        for number, document in enumerate(documents):
+        for index, document in enumerate(documents):
             if isinstance(document, Chat):
                 if self._has_marks(document):
-                    found[number] = self._tokenise_marked(document)
+                    found[index] = self._tokenise_marked(document)
                 else:
-                    chats.append(number)
-        rendered = {number: self._render(documents[number]) for number in (*plain, *chats)}
-        for numbers, adds_special_tokens in ((plain, True), (chats, False)):
-            if not numbers:
+                    chats.append(index)
+        rendered = {index: self._render(documents[index]) for index in (*plain, *chats)}
+        for indices, adds_special_tokens in ((plain, True), (chats, False)):
+            if not indices:
                 continue
             encoded = self._tokenizer(
-                [rendered[number][0] for number in numbers],
+                [rendered[index][0] for index in indices],
                 add_special_tokens=adds_special_tokens,
                 return_offsets_mapping=True,
                 return_attention_mask=False,
@@ -116,9 +116,9 @@ class DocumentTokenizer:
                 truncation=False,
                 verbose=False,
             )
-            for number, ids, offsets in zip(numbers, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                found[number] = self._assembled(documents[number], ids, offsets, rendered[number][1])
-        yield from (found[number] for number in range(len(documents)))
+            for index, ids, offsets in zip(indices, encoded["input_ids"], encoded["offset_mapping"], strict=True):
+                found[index] = self._assembled(documents[index], ids, offsets, rendered[index][1])
+        yield from (found[index] for index in range(len(documents)))
 
     def _render(self, document: Document) -> tuple[str, Spans]:
         """The text of a document, and which of its characters are learnt."""
@@ -173,13 +173,13 @@ class DocumentTokenizer:
     def _render_chat(self, chat: Chat) -> tuple[str, Spans]:
         messages, spans = chat.messages, []
         whole = self._apply(chat, messages, tokenize=False)
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._apply(chat, messages[:number], tokenize=False, add_generation_prompt=True)
-                after = self._apply(chat, messages[: number + 1], tokenize=False)
+                before = self._apply(chat, messages[:index], tokenize=False, add_generation_prompt=True)
+                after = self._apply(chat, messages[: index + 1], tokenize=False)
                 if not (after.startswith(before) and whole.startswith(after)):
                     raise UserError(
-                        f"data.path: {chat.origin}: the chat template writes message {number + 1} in another way when "
+                        f"data.path: {chat.origin}: the chat template writes message {index + 1} in another way when "
                         "others follow it or when it is to be generated, so the answer cannot be told from the rest; "
                         "mark it with {% generation %} in the template, or write prompt and completion"
                     )

@@ -89,7 +89,7 @@ class Behaviour:
         is_causal: no token sees those behind it.
         separates: positions that begin again at 0 hide from a token what stands before them.
         has_known_logits: they are what the output layer makes of the last hidden states, scaled and capped as
-            `Anatomy.logit_change` says.
+            `ModelSpec.logit_change` says.
     """
 
     is_causal: bool
@@ -97,19 +97,19 @@ class Behaviour:
     has_known_logits: bool
 
 
-def check_behaviour(anatomy: ModelSpec, origin: str, packs: bool) -> None:
+def check_behaviour(spec: ModelSpec, origin: str, packs: bool) -> None:
     """Raises UserError, which `origin` begins, for a model that this task's loss or batches do not fit.
 
     Args:
         packs: whether rows hold several documents.
     """
-    kind, behaviour = anatomy.config.model_type, observe(anatomy)
-    keys = " ".join(f"{key} {value}" for key, value in suspicious_keys(anatomy.config).items())
+    kind, behaviour = spec.config.model_type, observe(spec)
+    keys = " ".join(f"{key} {value}" for key, value in suspicious_keys(spec.config).items())
     if behaviour is None:
         separates = kind not in JOINING_TYPES
         if kind in OTHER_LOGITS_TYPES:
             raise UserError(f"{origin}: model type {kind} makes its logits of other hidden states; give another model")
-        if keys and anatomy.logit_change.is_plain:
+        if keys and spec.logit_change.is_plain:
             raise UserError(
                 f"{origin}: what model type {kind} does to its logits by {keys} of its config is not known, and no "
                 "small model can be made of it that would show it; give another model"
@@ -133,24 +133,24 @@ def check_behaviour(anatomy: ModelSpec, origin: str, packs: bool) -> None:
         )
 
 
-def observe(anatomy: ModelSpec) -> Behaviour | None:
+def observe(spec: ModelSpec) -> Behaviour | None:
     """Runs the small model, on the CPU in float32; None where there is none. The random state is left as it was."""
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.manual_seed(0)
-            return _observe(small_config(anatomy), anatomy.trusts_code)
+            return _observe(small_config(spec), spec.trusts_code)
     except Exception:
         # A config may contradict itself once it is cut, and each of the library's models says so in its own way.
         return None
 
 
-def small_config(anatomy: ModelSpec) -> Any:
+def small_config(spec: ModelSpec) -> Any:
     """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
-    config, num_blocks = copy.deepcopy(anatomy.config), anatomy.num_blocks_of_all_kinds
+    config, num_blocks = copy.deepcopy(spec.config), spec.num_blocks_of_all_kinds
     values = config.to_dict()
-    keep_layers(config, range(num_blocks), anatomy.num_blocks)
+    keep_layers(config, range(num_blocks), spec.num_blocks)
     widths = {key: value for key, value in values.items() if type(value) is int and value > 1 and WIDTH.search(key)}
-    divisor = next(number for number in (16, 8, 4, 2, 1) if all(value % number == 0 for value in widths.values()))
+    divisor = next(factor for factor in (16, 8, 4, 2, 1) if all(value % factor == 0 for value in widths.values()))
     for key, value in widths.items():
         setattr(config, key, value // divisor)
     # A token's experts exist, and as many in each of the groups that some routers choose among.

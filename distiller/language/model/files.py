@@ -37,7 +37,7 @@ class LanguageFiles:
 
     Attributes:
         origin: how messages name it.
-        anatomy: what its config describes.
+        spec: what its config describes.
         tokenizer: the library's, as it lies beside the model; None where there is none.
         fetch: makes the weights present on this machine (downloads or converts them) and returns their folder.
         stages_dir: where weights are kept that the library changes while it loads them.
@@ -45,7 +45,7 @@ class LanguageFiles:
 
     origin: str
     root: Path
-    anatomy: ModelSpec
+    spec: ModelSpec
     tokenizer: Any
     fetch: Callable[[], Path]
     stages_dir: Path
@@ -61,9 +61,9 @@ class LanguageFiles:
     def _weight_files(self) -> list[Path]:
         folder = self.fetch()
         files = transformers_files(folder, self.origin)
-        if reads_directly(self.anatomy, headers_of(files)):
+        if reads_directly(self.spec, headers_of(files)):
             return files
-        return converted_files(self.anatomy, folder, files, self.stages_dir, self.origin)
+        return converted_files(self.spec, folder, files, self.stages_dir, self.origin)
 
 
 def find_model(
@@ -92,8 +92,8 @@ def find_model(
         tokenizer = read_tokenizer(gguf.description, trusts_code)
         # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
         fetch = partial(gguf.convert, is_maker=True)
-        anatomy = ModelSpec(config, trusts_code, origin)
-        return LanguageFiles(origin, gguf.description, anatomy, tokenizer, fetch, stages_dir)
+        spec = ModelSpec(config, trusts_code, origin)
+        return LanguageFiles(origin, gguf.description, spec, tokenizer, fetch, stages_dir)
     inside, is_folder = f"{subfolder}/" if subfolder else "", os.path.isdir(local)
     if is_folder:
         if revision is not None:
@@ -111,16 +111,16 @@ def find_model(
         def fetch() -> Path:
             return download(section, path, revision, [f"{inside}*.safetensors", f"{inside}*.json"]) / inside
 
-    anatomy = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
+    spec = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
     if is_folder:
         headers = headers_of(transformers_files(root, origin))
-        anatomy = tied_as_stored(anatomy, headers, lambda: transformers_files(root, origin), origin)
-        check_stored(anatomy, root, headers, origin)
-    elif anatomy.is_tied:
+        spec = tied_as_stored(spec, headers, lambda: transformers_files(root, origin), origin)
+        check_stored(spec, root, headers, origin)
+    elif spec.is_tied:
         names = stored_names(path, revision, root, inside)
-        anatomy = tied_as_stored(anatomy, names, lambda: transformers_files(fetch(), origin), origin)
-    return LanguageFiles(origin, root, anatomy, read_tokenizer(root, trusts_code), fetch, stages_dir)
+        spec = tied_as_stored(spec, names, lambda: transformers_files(fetch(), origin), origin)
+    return LanguageFiles(origin, root, spec, read_tokenizer(root, trusts_code), fetch, stages_dir)
 
 
 def read_config(file: Path, origin: str, trusts_code: bool) -> Any:

@@ -11,9 +11,9 @@ def keep_layers(config: Any, kept: Sequence[int], num_layers: int) -> None:
     values = config.to_dict()
     for key, value in values.items():
         if isinstance(value, list) and len(value) == num_layers and "layer" in key:
-            setattr(config, key, [value[number] for number in kept])
+            setattr(config, key, [value[index] for index in kept])
     config.num_hidden_layers = len(kept)
     if own := values.get("per_layer_config"):
         # Only of the layers that differ from the rest, by their numbers.
-        numbered = {int(number): value for number, value in own.items()}
-        config.per_layer_config = {place: numbered[number] for place, number in enumerate(kept) if number in numbered}
+        numbered = {int(index): value for index, value in own.items()}
+        config.per_layer_config = {place: numbered[index] for place, index in enumerate(kept) if index in numbered}

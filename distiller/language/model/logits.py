@@ -128,9 +128,9 @@ class TokenIds:
     @staticmethod
     def of(*tokenizers: Any, below: int | None = None) -> TokenIds:
         """The ids that any of these tokenizers of transformers has; with `below`, those that are less than it."""
-        known = {number for tokenizer in tokenizers for number in tokenizer.get_vocab().values()}
+        known = {token_id for tokenizer in tokenizers for token_id in tokenizer.get_vocab().values()}
         if below is not None:
-            known = {number for number in known if number < below}
+            known = {token_id for token_id in known if token_id < below}
         size = max(known, default=-1) + 1
         return TokenIds(size, tuple(sorted(set(range(size)) - known)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
 from distiller.language.model.logits import change_of
-from distiller.language.model.tensor_names import Renaming
+from distiller.language.model.tensor_names import TensorNames
 
 LARGE = 2**24
 """Numbers in a tensor that need not be allocated to be known."""
@@ -40,7 +41,7 @@ class ModelSpec:
         body_prefix: what the names of the body begin with in the whole model, such as `model.`.
         shapes: of all tensors of the whole model that are saved, by their names.
         tied_names: those of them that are another one.
-        renaming: what the tensors of its files are called.
+        tensor_names: what the tensors of its files are called.
         logit_change: what the model does to the logits of its output layer.
     """
 
@@ -86,7 +87,16 @@ class ModelSpec:
         self.shapes = {name: tuple(value.shape) for name, value in whole.state_dict().items()}
         self.tied_names = frozenset(whole.all_tied_weights_keys)
         self._body_parts = {name for name, _ in body.named_children()}
-        self.renaming = Renaming(whole)
+        self.tensor_names = TensorNames(whole)
+
+    @property
+    def config_values(self) -> dict[str, Any]:
+        """All of the config that decides what the model computes, defaults included: for a cache's key."""
+        values = json.loads(self.config.to_json_string(use_diff=False))
+        if self.trusts_code:
+            # Read with its own code, a config holds the path that it was read from.
+            values["_name_or_path"] = ""
+        return {key: value for key, value in values.items() if key != "transformers_version"}
 
     @property
     def is_tied(self) -> bool:
@@ -167,7 +177,7 @@ class ModelSpec:
 
     def body_name(self, stored: str) -> str | None:
         """What a tensor of the files is called in the body; None for the output layer's and what is ignored."""
-        name = self.renaming.name(stored)
+        name = self.tensor_names.name(stored)
         if name is None or name.startswith(self.body_prefix):
             return name and name.removeprefix(self.body_prefix)
         # An unknown name of the body goes on as it is, so that it is reported.

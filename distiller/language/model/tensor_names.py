@@ -16,7 +16,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 
 @final
-class Renaming:
+class TensorNames:
     """The names of one model's tensors, as the library's loader makes them. Holds no weights."""
 
     def __init__(self, model: Any) -> None:

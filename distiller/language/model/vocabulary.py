@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Any
 
+from distiller.config.causal_lm import LanguageRecipe
 from distiller.errors import UserError
+from distiller.language.data.corpus import documents_of, open_corpus
 from distiller.language.data.documents import Document
 from distiller.language.data.tokenization import DocumentTokenizer, TokenisedDocument
 from distiller.language.model.files import LanguageFiles
@@ -25,13 +27,13 @@ def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
     """
     if student.tokenizer is None or teacher.tokenizer is None:
         return
-    shared = min(teacher.anatomy.vocabulary, student.anatomy.vocabulary)
+    shared = min(teacher.spec.vocabulary, student.spec.vocabulary)
     ours, theirs = _by_id(student.tokenizer, shared), _by_id(teacher.tokenizer, shared)
-    for number in sorted(ours.keys() & theirs.keys()):
-        if ours[number] != theirs[number]:
+    for token_id in sorted(ours.keys() & theirs.keys()):
+        if ours[token_id] != theirs[token_id]:
             raise UserError(
-                f"{student.origin}: its tokenizer is not the teacher's: id {number} is {ours[number]!r} and the "
-                f"teacher's {theirs[number]!r}; give a student that reads the same tokens"
+                f"{student.origin}: its tokenizer is not the teacher's: id {token_id} is {ours[token_id]!r} and the "
+                f"teacher's {theirs[token_id]!r}; give a student that reads the same tokens"
             )
     for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
         mine, teachers = getattr(student.tokenizer, name), getattr(teacher.tokenizer, name)
@@ -41,6 +43,20 @@ def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
             )
 
 
+def own_tokenizer(
+    recipe: LanguageRecipe, teacher: LanguageFiles, student: LanguageFiles | None
+) -> tuple[LanguageFiles | None, str | None]:
+    """The student's files, where its own tokenizer reads the data as the teacher's does; else None, and the difference.
+
+    (None, None) for a student without a tokenizer.
+    """
+    if student is None or student.tokenizer is None:
+        return None, None
+    documents = documents_of(open_corpus(recipe.data), recipe.data.max_samples)
+    difference = other_reading(teacher, student, documents, recipe.task.trust_remote_code)
+    return (student if difference is None else None), difference
+
+
 def other_reading(
     teacher: LanguageFiles, student: LanguageFiles, documents: Iterable[Document], trusts_code: bool
 ) -> str | None:
@@ -48,7 +64,7 @@ def other_reading(
 
     Both give every id the same token (`check_same_tokens`). Training takes the teacher's reading.
     """
-    shared = min(teacher.anatomy.vocabulary, student.anatomy.vocabulary)
+    shared = min(teacher.spec.vocabulary, student.spec.vocabulary)
     lacking = sorted(_by_id(teacher.tokenizer, shared).items() - _by_id(student.tokenizer, shared).items())
     if lacking:
         return f"it lacks {len(lacking)} of the teacher's tokens, the first {lacking[0][1]!r}"
@@ -79,7 +95,7 @@ def _difference(ours: TokenisedDocument, theirs: TokenisedDocument, tokenizer: A
         return "the same tokens, and another part of them is the answer" if parts else None
     pairs = zip(ours.tokens.tolist(), theirs.tokens.tolist(), strict=False)
     shorter = min(len(ours.tokens), len(theirs.tokens))
-    place = next((number for number, (one, other) in enumerate(pairs) if one != other), shorter)
+    place = next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
     one, other = (_token(reading, place, tokenizer) for reading in (ours, theirs))
     return f"{one} at token {place + 1}, where the teacher's makes {other}"
 
@@ -120,7 +136,7 @@ def _unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: To
 
 def _unreachable_tokens_notice(tokenizer: Any, shared: int) -> str | None:
     """`shared`: ids that both models have are below it."""
-    beyond = sorted((number, token) for token, number in tokenizer.get_vocab().items() if number >= shared)
+    beyond = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= shared)
     if not beyond:
         return None
     return (
@@ -130,4 +146,4 @@ def _unreachable_tokens_notice(tokenizer: Any, shared: int) -> str | None:
 
 
 def _by_id(tokenizer: Any, vocabulary: int) -> dict[int, str]:
-    return {number: token for token, number in tokenizer.get_vocab().items() if number < vocabulary}
+    return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id < vocabulary}

@@ -36,36 +36,36 @@ def headers_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return found
 
 
-def reads_directly(anatomy: ModelSpec, stored: Iterable[str]) -> bool:
+def reads_directly(spec: ModelSpec, stored: Iterable[str]) -> bool:
     """Whether files with these tensors hold the module's own, under whatever names."""
     names = set()
     for name in stored:
-        if anatomy.renaming.is_converted(name):
+        if spec.tensor_names.is_converted(name):
             return False
-        names.add(anatomy.renaming.name(name))
-    return names >= anatomy.shapes.keys() - anatomy.tied_names
+        names.add(spec.tensor_names.name(name))
+    return names >= spec.shapes.keys() - spec.tied_names
 
 
-def check_stored(anatomy: ModelSpec, folder: Path, stored: Mapping[str, StoredTensor], origin: str) -> None:
+def check_stored(spec: ModelSpec, folder: Path, stored: Mapping[str, StoredTensor], origin: str) -> None:
     """Raises UserError where weights and config.json do not belong together, by the headers of the files.
 
     What the library ignores is left out without a word, and what it does not know outside of the blocks (another head)
     as well; a tensor in the blocks that it does not know says that the config is another model's.
     """
-    if reads_directly(anatomy, stored):
-        names = {anatomy.renaming.name(name): tensor for name, tensor in stored.items()}
-        unknown = [name for name in names if name is not None and name not in anatomy.shapes]
-        pairs = [(name, names[name].shape, shape) for name, shape in anatomy.shapes.items() if name in names]
+    if reads_directly(spec, stored):
+        names = {spec.tensor_names.name(name): tensor for name, tensor in stored.items()}
+        unknown = [name for name in names if name is not None and name not in spec.shapes]
+        pairs = [(name, names[name].shape, shape) for name, shape in spec.shapes.items() if name in names]
         misshapen = [pair for pair in pairs if pair[1] != pair[2]]
         missing: Sequence[str] = ()
     else:
         # On the meta device, where nothing is read.
-        report = _read(anatomy, folder, origin, device_map="meta", ignore_mismatched_sizes=True)[1]
+        report = _read(spec, folder, origin, device_map="meta", ignore_mismatched_sizes=True)[1]
         missing, unknown = report["missing_keys"], report["unexpected_keys"]
         misshapen = sorted(report["mismatched_keys"])
     if missing:
         raise UserError(f"{origin}: its weights lack {min(missing)}; copy it again")
-    if inside := [name for name in unknown if anatomy.is_of_body(name)]:
+    if inside := [name for name in unknown if spec.is_of_body(name)]:
         raise UserError(
             f"{origin}: its weights hold {min(inside)}, which the model of its config.json does not have; give the "
             "config.json that belongs to them"
@@ -78,9 +78,7 @@ def check_stored(anatomy: ModelSpec, folder: Path, stored: Mapping[str, StoredTe
         )
 
 
-def converted_files(
-    anatomy: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str
-) -> list[Path]:
+def converted_files(spec: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str) -> list[Path]:
     """The module's tensors in a keyed folder, made once.
 
     Does not communicate: of processes that want the same folder, one makes it and the others wait for its lock. That
@@ -88,7 +86,7 @@ def converted_files(
     """
     key = {
         "files": digest_files([folder / "config.json", *files]),
-        "is_tied": anatomy.is_tied,
+        "is_tied": spec.is_tied,
         "transformers": transformers.__version__,
     }
     stage = Stage(CONVERTED, key, stages_dir)
@@ -96,9 +94,9 @@ def converted_files(
     def convert() -> None:
         headers = headers_of(files)
         # Of a hub's model nobody has seen these before.
-        check_stored(anatomy, folder, headers, origin)
-        dtype = stored_dtype(anatomy, headers)
-        model, _ = _read(anatomy, folder, origin, dtype=dtype)
+        check_stored(spec, folder, headers, origin)
+        dtype = stored_dtype(spec, headers)
+        model, _ = _read(spec, folder, origin, dtype=dtype)
         shutil.rmtree(stage.partial, ignore_errors=True)
         model.save_pretrained(stage.partial, save_original_format=False, max_shard_size=SHARD_SIZE)
         for file in stage.partial.iterdir():
@@ -110,30 +108,30 @@ def converted_files(
     return transformers_files(stage.folder, origin)
 
 
-def stored_dtype(anatomy: ModelSpec, stored: Mapping[str, StoredTensor]) -> torch.dtype:
+def stored_dtype(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> torch.dtype:
     """One that holds all floating-point tensors without rounding, but for those that the library keeps in float32."""
     for dtype in (torch.bfloat16, torch.float16):
-        kept = anatomy.kept_in_float32(dtype)
+        kept = spec.kept_in_float32(dtype)
         others = {
             tensor.dtype
             for name, tensor in stored.items()
             if tensor.dtype.is_floating_point
-            and not any(re.search(pattern, anatomy.renaming.name(name) or name) for pattern in kept)
+            and not any(re.search(pattern, spec.tensor_names.name(name) or name) for pattern in kept)
         }
         if others <= {dtype}:
             return dtype
     return torch.float32
 
 
-def _read(anatomy: ModelSpec, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+def _read(spec: ModelSpec, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     unset_hf_deepspeed_config()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
-            config=anatomy.config,
+            config=spec.config,
             use_safetensors=True,
             local_files_only=True,
-            trust_remote_code=anatomy.trusts_code,
+            trust_remote_code=spec.trusts_code,
             output_loading_info=True,
             **options,
         )

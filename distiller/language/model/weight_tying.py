@@ -15,9 +15,7 @@ from distiller.language.model.spec import ModelSpec
 from distiller.storage.weight_files import WeightFiles
 
 
-def tied_as_stored(
-    anatomy: ModelSpec, stored: Collection[str], files: Callable[[], list[Path]], origin: str
-) -> ModelSpec:
+def tied_as_stored(spec: ModelSpec, stored: Collection[str], files: Callable[[], list[Path]], origin: str) -> ModelSpec:
     """The model as its files have it: the same, or one whose config does not tie.
 
     Args:
@@ -27,31 +25,31 @@ def tied_as_stored(
     Raises:
         UserError: which `origin` begins; this class of models ties whatever its config says.
     """
-    if not anatomy.is_tied or not set(anatomy.head_names) <= {anatomy.renaming.name(name) for name in stored}:
-        return anatomy
+    if not spec.is_tied or not set(spec.head_names) <= {spec.tensor_names.name(name) for name in stored}:
+        return spec
 
     def of_heads(name: str) -> str | None:
         # The library merges other tensors while it loads: several stored ones have one name in the module.
-        renamed = anatomy.renaming.name(name)
-        return renamed if renamed in anatomy.head_names else None
+        renamed = spec.tensor_names.name(name)
+        return renamed if renamed in spec.head_names else None
 
     weights = WeightFiles(files(), of_heads)
     try:
-        if weights.are_equal(*anatomy.head_names):
-            return anatomy
+        if weights.are_equal(*spec.head_names):
+            return spec
     finally:
         weights.close()
-    return without_tie(anatomy, origin)
+    return without_tie(spec, origin)
 
 
-def without_tie(anatomy: ModelSpec, origin: str) -> ModelSpec:
+def without_tie(spec: ModelSpec, origin: str) -> ModelSpec:
     """The model with two matrices. Raises UserError where its class has one whatever the config says."""
-    config = copy.deepcopy(anatomy.config)
+    config = copy.deepcopy(spec.config)
     config.tie_word_embeddings = False
-    untied = ModelSpec(config, anatomy.trusts_code, origin)
+    untied = ModelSpec(config, spec.trusts_code, origin)
     if untied.is_tied:
         raise UserError(
-            f"{origin}: its files hold {anatomy.head_names[0]} beside another {anatomy.head_names[1]}, and its class "
+            f"{origin}: its files hold {spec.head_names[0]} beside another {spec.head_names[1]}, and its class "
             "has one matrix for both; give weights that belong to its config.json"
         )
     return untied
