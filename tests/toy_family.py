@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerFast, UMT5EncoderModel
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import Architecture, LatentShape, Origin, check_whole_numbers
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.pictures import latent_size
+from distiller.diffusion.picture_size import latent_size
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.vae import Vae
 from distiller.tasks.layer_selection import evenly_spaced
 
@@ -172,5 +172,5 @@ class ToyFamily(Family):
     def load_pipeline(self, student: Any) -> Any:
         return ToyPipeline(student, self.noise_process((4, 1, 4, 4)).load_scheduler())
 
-    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         return pipeline(conditions.noise, conditions.positive, recipe.sampling.num_steps, scale)

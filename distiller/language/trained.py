@@ -13,6 +13,7 @@ from distiller.language.chunked import Target, chunked_loss
 from distiller.language.logits import Head, LogitChange, TokenIds
 from distiller.language.objective import Objective
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 
@@ -112,9 +113,7 @@ class LanguageStudent(TrainedStudent):
         super().__init__(model)
         model.set_output_embeddings(ComparingOutput(model.get_output_embeddings(), objective, change, ids))
         self._blocks = [f"{block_prefix}{number}" for number in feature_blocks]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in feature_blocks)
+        self.projections = new_projections([((widths[0],), (widths[1],)) for _ in feature_blocks], seed)
 
     def forward(self, lesson: LossInputs) -> LessonSums:
         """Runs the model and compares it with the teacher."""

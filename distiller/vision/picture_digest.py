@@ -29,7 +29,7 @@ def contents_digest(files: Sequence[Path]) -> str:
         note = note_file(f"pictures-{digest_of([[str(file.absolute()), *look_of(file)] for file in files])}")
         digest = read_note(note)
         if digest is None:
-            with _alone_where_possible(note):
+            with _locked_where_possible(note):
                 digest = read_note(note) or _read(files)
                 write_note(note, digest)
         return digest
@@ -38,7 +38,7 @@ def contents_digest(files: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _alone_where_possible(note: Path) -> Iterator[None]:
+def _locked_where_possible(note: Path) -> Iterator[None]:
     """Holds the note's lock, where the file system lets one be taken."""
     lock = FileLock(note.with_name(f"{note.name}.lock"))
     try:
