@@ -36,7 +36,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *("distiller/tasks/losses.py", "distiller/diffusion/task.py"),
             *(f"distiller/diffusion/{name}.py" for name in ("noise_process", "flow_matching", "variance_preserving")),
             *(f"distiller/diffusion/{name}.py" for name in ("noising", "conditions", "rollout", "sources", "batch")),
-            *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "drawing", "vae", "kl_vae")),
+            *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "sampling", "vae", "kl_vae")),
         ),
         ("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
     ),

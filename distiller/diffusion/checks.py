@@ -7,8 +7,8 @@ from typing import Any
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
+from distiller.diffusion.sampling import scale_of
 from distiller.errors import UserError, shown
 
 LEAST_SHARE_OF_PIXELS = 1 / 4

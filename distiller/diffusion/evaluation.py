@@ -18,13 +18,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.config.diffusion import DiffusionRecipe, filled
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.family import TEXT, Family
 from distiller.diffusion.judges import Judge
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.samples import draw_student, student_predictor, student_scales
+from distiller.diffusion.sampling import draw, guided_predictor
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
 from distiller.teachers.base import Request, Teacher
 
@@ -32,7 +32,7 @@ NUM_BANDS = 4
 
 
 @dataclass(frozen=True)
-class Embedded:
+class PromptEmbeddings:
     """What the prompts of each batch became, on the CPU, and the negative prompt."""
 
     batches: tuple[Mapping[str, Tensor], ...]
@@ -41,7 +41,7 @@ class Embedded:
 
 def embed_prompts(
     family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> Embedded:
+) -> PromptEmbeddings:
     """Embeds in batches of `evaluation.batch_size`; what embeds has left memory afterwards."""
     embedded = _embed(family, recipe, prompts, dtype, device)
     if device.type == "cuda":
@@ -51,7 +51,7 @@ def embed_prompts(
 
 def _embed(
     family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
-) -> Embedded:
+) -> PromptEmbeddings:
     encoder, length = family.load_text_encoder(dtype, device), family.text_length(recipe.task)
     size = filled(recipe.evaluation.batch_size)
 
@@ -59,7 +59,7 @@ def _embed(
         return {name: value.cpu() for name, value in embed(family, encoder, texts, length).items()}
 
     batches = tuple(on_cpu(prompts[first : first + size]) for first in range(0, len(prompts), size))
-    return Embedded(batches, on_cpu([recipe.task.guidance.negative_prompt]))
+    return PromptEmbeddings(batches, on_cpu([recipe.task.guidance.negative_prompt]))
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Pair:
 
 def compare(
     pair: Pair,
-    embedded: Embedded,
+    embedded: PromptEmbeddings,
     labels: Sequence[int] | None,
     judge: Judge | None,
     dtype: torch.dtype,
@@ -101,7 +101,7 @@ def compare(
     for positive in tqdm(embedded.batches, desc="evaluate", unit="batch", dynamic_ncols=True):
         part = range(first, first + len(positive[TEXT]))
         first = part.stop
-        conditions = Conditions.make(recipe.seed, "evaluation", part, shape, positive, embedded.negative, device)
+        conditions = SamplingInputs.make(recipe.seed, "evaluation", part, shape, positive, embedded.negative, device)
         theirs = _teacher_trajectory(pair, conditions, errors)
         scale, low_noise_scale = student_scales(recipe)
         if scale == low_noise_scale:
@@ -165,7 +165,7 @@ class _Errors:
         return self._error / self._energy
 
 
-def _teacher_trajectory(pair: Pair, conditions: Conditions, errors: _Errors) -> Tensor:
+def _teacher_trajectory(pair: Pair, conditions: SamplingInputs, errors: _Errors) -> Tensor:
     """The teacher's latents; what the student predicts at each of its points goes into `errors`."""
     sampling, count = pair.recipe.sampling, len(conditions.noise)
     predict = guided_predictor(pair.teacher, pair.network, range(count), conditions, sampling.scales)
@@ -179,7 +179,7 @@ def _teacher_trajectory(pair: Pair, conditions: Conditions, errors: _Errors) -> 
     return trajectory.latents
 
 
-def _speed(pair: Pair, conditions: Conditions, device: torch.device) -> dict[str, float]:
+def _speed(pair: Pair, conditions: SamplingInputs, device: torch.device) -> dict[str, float]:
     """Median time of one conditional forward pass at the evaluation's batch size, in each one's own dtype."""
     count = len(conditions.noise)
     times = torch.full((count,), 500.0, device=device)

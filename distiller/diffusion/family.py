@@ -14,9 +14,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import Architecture, LatentShape
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.vae import Vae
 from distiller.errors import UserError
 
@@ -161,7 +161,7 @@ class Family(ABC):
         """The pipeline with the student in the teacher's place, and without text encoder and VAE."""
 
     @abstractmethod
-    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         """What the library's own pipeline draws at a guidance scale: latents [B, C, F, H, W] float32."""
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import model_files
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.skeleton import cast_skeleton
 from distiller.teachers.base import Call, Network, Outputs, Request
 
 PREDICTION = "prediction"
@@ -49,18 +50,7 @@ class DiffusionNetwork(Network):
         model_class = self.architecture.model_class
         with init_empty_weights():
             model = model_class.from_config(self._files.configs[name])
-        # As from_pretrained does: these stay in float32 whatever dtype is asked for.
-        islands = set(model_class._keep_in_fp32_modules or ())
-        saved = set(model.state_dict(keep_vars=True))
-        for path, module in model.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    kept = torch.float32 if islands.intersection([*path.split("."), attribute]) else dtype
-                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept), requires_grad=False)
-            for attribute, buffer in module._buffers.items():
-                if buffer is not None and f"{path}.{attribute}".lstrip(".") in saved:
-                    kept = dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[attribute] = buffer.to(device="meta", dtype=kept)
+        cast_skeleton(model, dtype)
         self.architecture.prepare(model, self._max_sequence_length)
         return model.eval()
 

@@ -67,7 +67,7 @@ class NoisedData(Dataset[DiffusionSample]):
         dropout = self._task.condition_dropout
         if dropout and rng.uniform(self._seed, epoch, sample_id, "condition") < dropout:
             positive = self._text[self._empty_row]
-        level = self._process.level(draw_share(self._task.timesteps, self._shift, self._seed, epoch, sample_id))
+        level = self._process.level(draw_noise_share(self._task.timesteps, self._shift, self._seed, epoch, sample_id))
         noise = rng.noise(self._seed, epoch, sample_id, self._latent_shape)
         noisy, truth = noise, None
         if self._store is not None:
@@ -98,7 +98,7 @@ class NoisedData(Dataset[DiffusionSample]):
         return guidance.scale
 
 
-def draw_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample_id: int) -> float:
+def draw_noise_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample_id: int) -> float:
     """The share of noise of a sample, in (0, 1): 0 is clean. For flow matching it is sigma.
 
     `uniform`; or `logit_normal`, sigmoid(mean + std * normal) (Esser et al. 2024, arXiv 2403.03206, section 3.1); then

@@ -8,17 +8,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-
 from distiller.config.teacher import Teacher
 from distiller.data.folders import files_below
 from distiller.diffusion.architecture import Architecture
 from distiller.errors import UserError
-from distiller.storage.hub import check_listed, download, is_offline, is_other_form, listed_files, looks_like_hub_id
-from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.hub import check_listed, download, find_root, is_offline, is_other_form, listed_files
+from distiller.storage.json_files import read_json_object
+from distiller.storage.packaged_files import local_path
 from distiller.storage.saved_model import (
     DIFFUSERS_NAME,
     TRANSFORMERS_NAME,
+    check_whole,
     diffusers_files,
     transformers_files,
 )
@@ -99,18 +99,9 @@ class PipelineFiles:
 
 def locate(teacher: Teacher) -> Location:
     """Finds the teacher's pipeline; of a hub's, downloads the JSON files. Raises UserError in one line."""
-    path, repository = local_path(teacher.path), None
-    if not os.path.exists(path):
-        if not looks_like_hub_id(teacher.path):
-            raise UserError(
-                f"teacher.path: {teacher.path} is neither a folder nor a hub id (owner/name){looked_for(path)}"
-            )
-        repository = (teacher.path, teacher.revision, teacher.subfolder)
-        path = download("teacher", teacher.path, teacher.revision, ["*.json"])
-    elif not path.is_dir():
-        raise UserError(f"teacher.path: {teacher.path} is a file; give the folder that holds model_index.json")
-    elif teacher.revision is not None:
-        raise UserError(f"teacher.revision is {teacher.revision} and teacher.path {teacher.path} a folder; remove it")
+    local = local_path(teacher.path)
+    path, is_hub = find_root("teacher", teacher.path, local, teacher.revision, ["*.json"], "model_index.json")
+    repository = (teacher.path, teacher.revision, teacher.subfolder) if is_hub else None
     given = f"{teacher.path} (subfolder {teacher.subfolder})" if teacher.subfolder else teacher.path
     return Location(teacher.path, given, path / teacher.subfolder if teacher.subfolder else path, repository)
 
@@ -177,15 +168,7 @@ def check_weights(folder: Path, origin: str) -> None:
         # A student's weights lie beside a config that has been read; a part's are read by its library.
         config = {}
     of_library = transformers_files if "model_type" in config else diffusers_files
-    files = of_library(folder, f"{origin}: {folder.name}")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{origin}: {folder.name}/{file.name} is not a complete safetensors file ({error}); copy it again"
-            ) from error
+    check_whole(of_library(folder, f"{origin}: {folder.name}"), f"{origin}: {folder.name}/")
 
 
 def read_index(location: Location) -> dict[str, Any]:
@@ -214,14 +197,6 @@ def _is_original_config(root: Path) -> bool:
 
 def read_json(file: Path, given: str) -> dict[str, Any]:
     """A JSON object of the pipeline. Raises UserError where it is missing or no such thing."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"teacher.path: {given} lacks {file.parent.name}/{file.name}; give a complete pipeline folder"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not readable JSON") from error
-    if not isinstance(content, dict):
-        raise UserError(f"teacher.path: {given}: {file.parent.name}/{file.name} is not a JSON object")
-    return content
+    name = f"{file.parent.name}/{file.name}"
+    missing = f"teacher.path: {given} lacks {name}; give a complete pipeline folder"
+    return read_json_object(file, f"teacher.path: {given}: {name}", missing)

@@ -17,15 +17,15 @@ from tqdm import tqdm
 from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.data.latents import PROMPTS_FILE
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor, scale_of
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.shards import missing_shards, save_whole
-from distiller.diffusion.text import TextStore, answers_key
+from distiller.diffusion.sampling import draw, guided_predictor, scale_of
+from distiller.diffusion.sampling_inputs import SamplingInputs
+from distiller.diffusion.text import TextStore, embedding_key
 from distiller.distributed.liveness import LivenessBarrier
 from distiller.distributed.ranks import Ranks
+from distiller.storage.stage_shards import find_missing_shards, save_atomically
 from distiller.storage.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 
@@ -75,7 +75,7 @@ class RolloutPlan:
             "teacher": family.files.digest(*family.files.configs),
             "scheduler": family.files.scheduler_config,
             "boundary_ratio": family.files.boundary_ratio,
-            "text": answers_key(text_stage),
+            "text": embedding_key(text_stage),
             "prompts": digest_of(list(self.prompts)),
             "tf32": self.recipe.train.tf32,
             "dtype": str(dtype),
@@ -100,8 +100,8 @@ class RolloutPlan:
 
 
 @dataclass(frozen=True)
-class Drawing:
-    """What draws, and by what."""
+class RolloutSetup:
+    """What a rollout runs with: the plan, this rank, the teacher, and the encoded prompts."""
 
     plan: RolloutPlan
     ranks: Ranks
@@ -113,26 +113,26 @@ class Drawing:
     negative_row: int
 
 
-def roll_out(drawing: Drawing, stage: Stage) -> None:
+def roll_out(setup: RolloutSetup, stage: Stage) -> None:
     """Draws all samples, the ranks sharing the work, and finishes the stage. Communicates.
 
     A shard is one batch of `rollout.batch_size` samples, whatever the number of ranks, so its content does not depend
     on it. Shards that an earlier, interrupted run of the same key left are kept; another run that draws the same now is
     waited for.
     """
-    with stage.make_on_all_ranks(drawing.ranks) as is_missing:
+    with stage.make_on_all_ranks(setup.ranks) as is_missing:
         if is_missing:
-            _roll_out(drawing, stage)
+            _roll_out(setup, stage)
         else:
-            drawing.ranks.print(f"rollout: reusing {stage.folder}, which another run has drawn meanwhile")
+            setup.ranks.print(f"rollout: reusing {stage.folder}, which another run has drawn meanwhile")
 
 
-def _roll_out(drawing: Drawing, stage: Stage) -> None:
-    plan, ranks, recipe = drawing.plan, drawing.ranks, drawing.plan.recipe
+def _roll_out(setup: RolloutSetup, stage: Stage) -> None:
+    plan, ranks, recipe = setup.plan, setup.ranks, setup.plan.recipe
     size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
     missing: list[int] = ranks.broadcast_from_main(
-        lambda: missing_shards([stage.partial / _shard_name(number) for number in range(len(shards))])
+        lambda: find_missing_shards([stage.partial / _shard_name(number) for number in range(len(shards))])
     )
     rounds = -(-len(missing) // ranks.world_size)
     ranks.print(
@@ -155,9 +155,9 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
             mine = turn * ranks.world_size + ranks.rank
             # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
             number = missing[min(mine, len(missing) - 1)]
-            tensors = _draw_shard(drawing, shards[number])
+            tensors = _draw_shard(setup, shards[number])
             if mine < len(missing):
-                save_whole(tensors, stage.partial / _shard_name(number), writer=str(ranks.rank))
+                save_atomically(tensors, stage.partial / _shard_name(number), writer=str(ranks.rank))
             bar.update()
     ranks.interruptible_barrier()
     if ranks.is_main:
@@ -172,17 +172,17 @@ def _shard_name(number: int) -> str:
     return f"rollout-{number:06d}.safetensors"
 
 
-def _draw_shard(drawing: Drawing, sample_ids: range) -> dict[str, torch.Tensor]:
-    plan, family, text, recipe = drawing.plan, drawing.family, drawing.text, drawing.plan.recipe
+def _draw_shard(setup: RolloutSetup, sample_ids: range) -> dict[str, torch.Tensor]:
+    plan, family, text, recipe = setup.plan, setup.family, setup.text, setup.plan.recipe
     length = family.text_length(recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
     positive = family.stack([text[plan.text_rows[index]] for index in prompt_index], length)
-    negative = family.stack([text[drawing.negative_row]], length)
-    conditions = Conditions.make(
-        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, drawing.ranks.device
+    negative = family.stack([text[setup.negative_row]], length)
+    conditions = SamplingInputs.make(
+        recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, setup.ranks.device
     )
-    predict = guided_predictor(drawing.teacher, drawing.network, sample_ids, conditions, recipe.sampling.scales)
-    trajectory = draw(predict, drawing.process, conditions, recipe.sampling.num_steps, plan.keeps_points)
+    predict = guided_predictor(setup.teacher, setup.network, sample_ids, conditions, recipe.sampling.scales)
+    trajectory = draw(predict, setup.process, conditions, recipe.sampling.num_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

@@ -12,26 +12,24 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.diffusion.architecture import Architecture
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import Predict, draw, guide, guided_predictor, scale_of
 from distiller.diffusion.family import expanded
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.sampling import Predict, draw, guide, guided_predictor, scale_of
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.vae import Vae
-from distiller.errors import UserError
 from distiller.tasks.labelled_grid import labelled_grid
+from distiller.tasks.student_module import damaged_student, exported_folder
 from distiller.teachers.base import Teacher
 
 
 def load_student(architecture: Architecture, run_dir: Path, max_sequence_length: int, device: torch.device) -> Any:
     """The exported student of a run, in float32. Raises UserError when the run has none."""
-    folder = run_dir / "student"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
+    folder = exported_folder(run_dir)
     try:
         model = architecture.model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
+        raise damaged_student(run_dir, error) from error
     architecture.prepare(model, max_sequence_length)
     return model.eval().requires_grad_(False).to(device)
 
@@ -46,29 +44,36 @@ def student_scales(recipe: DiffusionRecipe) -> tuple[float, float]:
 
 
 def draw_teacher(
-    teacher: Teacher, network: DiffusionNetwork, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
+    teacher: Teacher,
+    network: DiffusionNetwork,
+    process: NoiseProcess,
+    recipe: DiffusionRecipe,
+    conditions: SamplingInputs,
 ) -> Tensor:
     """The teacher's latents [B, C, F, H, W]; may communicate, as its placement does."""
 
-    def predictor(part: Conditions) -> Predict:
+    def predictor(part: SamplingInputs) -> Predict:
         return guided_predictor(teacher, network, range(len(part.noise)), part, recipe.sampling.scales)
 
     return _draw_in_parts(predictor, process, recipe, conditions)
 
 
 def draw_student(
-    network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
+    network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: SamplingInputs
 ) -> Tensor:
     """The student's latents [B, C, F, H, W], in float32; `network` is the teacher's."""
 
-    def predictor(part: Conditions) -> Predict:
+    def predictor(part: SamplingInputs) -> Predict:
         return student_predictor(network, student, part, student_scales(recipe))
 
     return _draw_in_parts(predictor, process, recipe, conditions)
 
 
 def _draw_in_parts(
-    predictor: Callable[[Conditions], Predict], process: NoiseProcess, recipe: DiffusionRecipe, conditions: Conditions
+    predictor: Callable[[SamplingInputs], Predict],
+    process: NoiseProcess,
+    recipe: DiffusionRecipe,
+    conditions: SamplingInputs,
 ) -> Tensor:
     """Draws `evaluation.batch_size` samples at once: ten large ones need not fit."""
     parts = conditions.split(filled(recipe.evaluation.batch_size))
@@ -76,7 +81,7 @@ def _draw_in_parts(
 
 
 def student_predictor(
-    network: DiffusionNetwork, student: Any, conditions: Conditions, scales: tuple[float, float]
+    network: DiffusionNetwork, student: Any, conditions: SamplingInputs, scales: tuple[float, float]
 ) -> Predict:
     """The student as the pipeline's loop sees it, guided by the first scale where the teacher's first network predicts.
 

@@ -16,13 +16,13 @@ from distiller.data.latents import LatentStore
 from distiller.data.pictures import READER_VERSION, check_pictures, check_size
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import count_passes
 from distiller.diffusion.family import Condition, Family
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.noising import NoisedData
-from distiller.diffusion.rollout import Drawing, RolloutPlan, roll_out
+from distiller.diffusion.rollout import RolloutPlan, RolloutSetup, roll_out
+from distiller.diffusion.sampling import count_passes
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import TextStore, encode_prompts, text_stage
 from distiller.diffusion.vae import encode_images
 from distiller.distributed.ranks import Ranks
@@ -150,13 +150,15 @@ class Source:
             empty_row,
         )
 
-    def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> Conditions:
+    def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> SamplingInputs:
         """What prompts of the data or the recipe are drawn from; the noise is that of the rollout's samples."""
         length = self._family.text_length(self._recipe.task)
         positive = self._family.stack([self._text_of(prompt) for prompt in prompts], length)
         negative_row = self._row[self._recipe.task.guidance.negative_prompt]
         negative = self._family.stack([self._text[negative_row]], length)
-        return Conditions.make(self._recipe.seed, "rollout", sample_ids, self._latent_shape, positive, negative, device)
+        return SamplingInputs.make(
+            self._recipe.seed, "rollout", sample_ids, self._latent_shape, positive, negative, device
+        )
 
     def known_latents(self, sample_ids: Sequence[int]) -> Tensor | None:
         """The stored x_0 of these samples [B, C, F, H, W]; None when x_t is pure noise."""
@@ -206,7 +208,7 @@ class Source:
             return None
         if not self._is_drawn:
             assert teacher is not None, "prepare said that a teacher is needed"
-            drawing = Drawing(
+            setup = RolloutSetup(
                 self._plan(),
                 ranks,
                 teacher,
@@ -216,7 +218,7 @@ class Source:
                 self._text,
                 self._row[recipe.task.guidance.negative_prompt],
             )
-            roll_out(drawing, stage)
+            roll_out(setup, stage)
         return LatentStore(stage.folder)
 
     def _encode_images(self, ranks: Ranks) -> None:

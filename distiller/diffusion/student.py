@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,15 +9,17 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from distiller.config.diffusion import DiffusionStudent
 from distiller.diffusion.architecture import Architecture, Origin
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_weights, model_files
 from distiller.errors import UserError
+from distiller.storage.json_files import read_json_object
 from distiller.storage.packaged_files import local_path, looked_for
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.student_module import TrainedStudent
 
 CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
@@ -94,9 +95,7 @@ class DistilledStudent(TrainedStudent):
         """`blocks` are matched; `widths` are the student's and the teacher's of each."""
         super().__init__(model)
         self._architecture, self._blocks = architecture, tuple(blocks)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            self.projections = nn.ModuleList(nn.Linear(ours, theirs, bias=False) for ours, theirs in widths)
+        self.projections = new_projections([((ours,), (theirs,)) for ours, theirs in widths], seed)
 
     def forward(self, latents: Tensor, timesteps: Tensor, **conditions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Predicts from latents [B, C, F, H, W], timesteps [B] and the prompts' conditions [B, ...].
@@ -142,16 +141,8 @@ def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
         file, key = local_path(student.config), "student.config"
     else:
         file, key = _model_folder(student, architecture) / "config.json", "student.path"
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{key}: {file} does not exist{looked_for(file)}; give a config.json of {architecture.name}"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{key}: {file} is not readable JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{key}: {file} holds {type(config).__name__}, not a model's config")
+    missing = f"{key}: {file} does not exist{looked_for(file)}; give a config.json of {architecture.name}"
+    config = read_json_object(file, f"{key}: {file}", missing)
     defaults = architecture.defaults()
     architecture.check_config(defaults | config, f"{key}: {file}")
     unknown = {name for name in config if name not in defaults and not name.startswith("_")}

@@ -22,9 +22,7 @@ from distiller.diffusion.checks import (
     guidance_notes,
     size_notes,
 )
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.defaults import with_pipeline_defaults
-from distiller.diffusion.drawing import guide
 from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.judges import check_judge, find_judge
@@ -33,6 +31,8 @@ from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, Dif
 from distiller.diffusion.noising import DiffusionSample, NoisedData
 from distiller.diffusion.objective import DISTANCES
 from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
+from distiller.diffusion.sampling import guide
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.sources import Source
 from distiller.diffusion.student import DistilledStudent, build_student, student_config
 from distiller.diffusion.text import embed
@@ -41,9 +41,10 @@ from distiller.distributed.process import is_main_process
 from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
+from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.losses import mean_squared_error
-from distiller.tasks.student_module import TrainedStudent
+from distiller.tasks.student_module import TrainedStudent, model_state
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 
@@ -186,10 +187,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
             total = total + losses.prediction.weight * terms["prediction"]
         if losses.features.weight:
             assert teacher_outputs is not None
-            pairs = zip(features, self._feature_names, strict=True)
-            terms["features"] = sum(  # type: ignore[assignment]
-                mean_squared_error(ours, teacher_outputs[name]).sum() for ours, name in pairs
-            ) / len(self._feature_names)
+            terms["features"] = feature_loss(features, teacher_outputs, self._feature_names)
             total = total + losses.features.weight * terms["features"]
         if losses.true_data.weight:
             assert batch.truth is not None
@@ -199,8 +197,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         model = self.family.architecture.model_class.from_config(self._student_config)
-        ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-        model.load_state_dict(ours, strict=True)
+        model.load_state_dict(model_state(state), strict=True)
         model.save_pretrained(folder, safe_serialization=True)
 
     def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
@@ -251,7 +248,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         positive = embed(self.family, encoder, prompts, self._length)
         negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
         ids = range(len(prompts))
-        conditions = Conditions.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
+        conditions = SamplingInputs.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
         # Before the teacher's place is chosen by the memory that is free.
         del encoder
         ours = self._draw_student(run_dir, conditions, device)
@@ -271,7 +268,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         }
         return long_text_notices(self.family, self._task, groups)
 
-    def _draw_student(self, run_dir: Path, conditions: Conditions, device: torch.device) -> Tensor:
+    def _draw_student(self, run_dir: Path, conditions: SamplingInputs, device: torch.device) -> Tensor:
         student = load_student(self.family.architecture, run_dir, self._length, device)
         return draw_student(self.network, student, self._process, self._recipe, conditions)
 

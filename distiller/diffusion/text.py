@@ -12,8 +12,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
-from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.storage.stage_folders import StageFolders
+from distiller.storage.stage_shards import find_missing_shards, save_atomically
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 2
@@ -40,7 +40,7 @@ def text_stage(
     return Stage("text", key, places)
 
 
-def answers_key(stage: Stage) -> dict[str, Any]:
+def embedding_key(stage: Stage) -> dict[str, Any]:
     """Of the stage's key, what a prompt's embedding depends on: not the other prompts, nor the files' layout."""
     return {name: value for name, value in stage.key.items() if name not in ("prompts", "format")}
 
@@ -56,7 +56,7 @@ def encode_prompts(
     length = stage.key["max_sequence_length"]
     shards = [prompts[first : first + SHARD_PROMPTS] for first in range(0, len(prompts), SHARD_PROMPTS)]
     stage.partial.mkdir(parents=True, exist_ok=True)
-    missing = missing_shards([_shard(stage.partial, number) for number in range(len(shards))])
+    missing = find_missing_shards([_shard(stage.partial, number) for number in range(len(shards))])
     pipeline = family.load_text_encoder(dtype, device) if missing else None
     with tqdm(total=len(prompts), desc="encode prompts", unit="prompt", dynamic_ncols=True, leave=False) as bar:
         bar.update(len(prompts) - sum(len(shards[number]) for number in missing))
@@ -68,7 +68,7 @@ def encode_prompts(
                     {name: value.cpu() for name, value in one.items()} for one in family.embed(pipeline, batch, length)
                 ]
                 bar.update(len(batch))
-            save_whole(_tensors_of(conditions), _shard(stage.partial, number))
+            save_atomically(_tensors_of(conditions), _shard(stage.partial, number))
     stage.finish()
 
 

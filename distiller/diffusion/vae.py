@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
-from distiller.diffusion.shards import missing_shards, save_whole
+from distiller.storage.stage_shards import find_missing_shards, save_atomically
 from distiller.storage.stages import Stage
 
 MAX_POSITIONS = 4096
@@ -64,7 +64,7 @@ def encode_images(
     stage.partial.mkdir(parents=True, exist_ok=True)
     count = -(-len(images) // batch_size)
     shards = [stage.partial / f"images-{number:06d}.safetensors" for number in range(count)]
-    missing = missing_shards(shards)
+    missing = find_missing_shards(shards)
     with tqdm(
         missing,
         total=count,
@@ -78,7 +78,7 @@ def encode_images(
             part = range(number * batch_size, min((number + 1) * batch_size, len(images)))
             pixels = torch.stack([load_image(images[i][0], height, width) for i in part]).unsqueeze(2)
             tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(part))}
-            save_whole(tensors, shards[number])
+            save_atomically(tensors, shards[number])
     captions = "".join(f"{caption}\n" for _, caption in images)
     (stage.partial / PROMPTS_FILE).write_text(captions, encoding="utf-8")
     stage.finish()

@@ -19,6 +19,7 @@ from distiller.language.evaluation import FrozenModel
 from distiller.language.generation import students_hidden
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
+from distiller.tasks.student_module import damaged_student, exported_folder, model_state
 
 COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
@@ -40,7 +41,7 @@ def export_student(
         state: of `LanguageStudent`; a tied tensor may have one of its names only.
     """
     model = student.skeleton().to_empty(device="cpu")
-    ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
+    ours = model_state(state)
     report = model.load_state_dict(ours, strict=False, assign=True)
     model.tie_weights()
     lacking, heads = set(report.missing_keys), set(student.spec.head_names)
@@ -70,9 +71,7 @@ def read_exported(
     run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds
 ) -> FrozenModel:
     """The exported student of a run, in float32; see `frozen_model`. Raises UserError when the run has none."""
-    folder = run_dir / "student"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
+    folder = exported_folder(run_dir)
     unset_hf_deepspeed_config()
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -83,7 +82,7 @@ def read_exported(
             trust_remote_code=trusts_code,
         )
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
-        raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
+        raise damaged_student(run_dir, error) from error
     return frozen_model(model, device, change, ids)
 
 

@@ -13,6 +13,7 @@ from distiller.language.loss.chunked_loss import Target, chunked_loss
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 
@@ -112,9 +113,7 @@ class LanguageStudent(TrainedStudent):
         super().__init__(model)
         model.set_output_embeddings(FusedLossHead(model.get_output_embeddings(), objective, change, ids))
         self._blocks = [f"{block_prefix}{index}" for index in feature_blocks]
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            self.projections = nn.ModuleList(nn.Linear(*widths, bias=False) for _ in feature_blocks)
+        self.projections = new_projections([((widths[0],), (widths[1],)) for _ in feature_blocks], seed)
 
     def forward(self, inputs: LossInputs) -> LossTerms:
         """Runs the model and compares it with the teacher."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import os
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -36,6 +37,30 @@ def looks_like_hub_id(name: str) -> bool:
     """Whether a recipe's path has the form of a hub id, owner/name; a folder of that name takes precedence."""
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
+
+
+def find_root(
+    section: str, path: str, local: Path, revision: str | None, patterns: Sequence[str], content: str
+) -> tuple[Path, bool]:
+    """The folder that `SECTION.path` means, and whether it is one of the hub's cache.
+
+    Args:
+        path: a folder or a hub id, as the recipe has it; `local` is where it lies if it is a folder.
+        patterns: the files that are downloaded of a hub's model.
+        content: what the folder holds, for messages, such as config.json.
+
+    Raises:
+        UserError: there is neither, or a revision is given for a folder.
+    """
+    if os.path.isdir(local):
+        if revision is not None:
+            raise UserError(f"{section}.revision is {revision} and {section}.path {path} a folder; remove it")
+        return local, False
+    if os.path.exists(local):
+        raise UserError(f"{section}.path: {path} is a file; give the folder that holds {content}")
+    if not looks_like_hub_id(path):
+        raise UserError(f"{section}.path: {path} is neither a folder nor a hub id (owner/name){looked_for(local)}")
+    return download(section, path, revision, patterns), True
 
 
 def download(section: str, name: str, revision: str | None, patterns: Sequence[str]) -> Path:

@@ -12,7 +12,10 @@ names are not read by either.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from distiller.errors import UserError
 
@@ -46,6 +49,21 @@ def diffusers_files(folder: Path, origin: str) -> list[Path]:
     if whole.is_file():
         return [whole]
     raise _nothing(folder, DIFFUSERS_NAME, origin)
+
+
+def check_whole(files: Iterable[Path], prefix: str) -> None:
+    """Raises UserError for the first safetensors file that is missing or incomplete. Reads headers only.
+
+    `prefix`: what the message begins with, directly before the file's name.
+    """
+    for file in files:
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (OSError, SafetensorError) as error:
+            raise UserError(
+                f"{prefix}{file.name} is not a complete safetensors file ({error}); copy it again"
+            ) from error
 
 
 def index_of(folder: Path) -> dict[str, str]:

@@ -17,7 +17,7 @@ from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage
 from distiller.vision.files import ClassifierFiles
 from distiller.vision.library import read_model
-from distiller.vision.stored import stored_dtype, stored_files, stored_names
+from distiller.vision.weight_files import stored_dtype, stored_files, stored_names
 
 
 def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path | StageFolders) -> list[Path]:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy as np
-from huggingface_hub import list_repo_files
 from transformers import AutoConfig, AutoImageProcessor, PretrainedConfig
 
 from distiller.errors import UserError
-from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id
-from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.hub import check_listed, download, find_root, listed_files
+from distiller.storage.json_files import read_json_object
+from distiller.storage.packaged_files import local_path
 from distiller.storage.saved_model import TRANSFORMERS_NAME
 from distiller.storage.stages import digest_files
-from distiller.vision.stored import check_weights, stored_files, weights_among
 from distiller.vision.structure import Structure, inspect_model
+from distiller.vision.weight_files import check_weights, stored_files, weights_among
 
 Picture = np.ndarray
 """uint8 [H, W, C], C as the model has it."""
 
-UNTOLD = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
+UNSTABLE_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 """Keys of a config that change no answer: who wrote it, where it lay, and how its weights were saved."""
 
 
@@ -48,7 +46,7 @@ class ClassifierFiles:
 
     def describe(self) -> dict[str, Any]:
         """What the config says of the model, for keys and digests: the same under every version of the library."""
-        return _told(self.config.to_diff_dict())
+        return _without_unstable_keys(self.config.to_diff_dict())
 
     def fetch(self) -> Path:
         """Makes the weights present (downloads them from a hub) and returns the folder. Reads headers only.
@@ -71,7 +69,8 @@ class ClassifierFiles:
         """The name of a file with weights, in any format, here or on the hub; None where there is none."""
         found = weights_among(file.name for file in self.root.iterdir())
         if found is None and self.repository is not None:
-            found = weights_among(_listed(*self.repository, subfolder or ""))
+            paths = map(PurePosixPath, listed_files(*self.repository))
+            found = weights_among(path.name for path in paths if path.parent == PurePosixPath(subfolder or ""))
         return found
 
     def weight_files(self) -> list[Path]:
@@ -85,29 +84,15 @@ class ClassifierFiles:
 
 def find_folder(path: str, revision: str | None, subfolder: str | None) -> tuple[Path, str | None]:
     """The folder that teacher.path means, with its JSON files present, and the hub id if it is one. UserError."""
-    folder, repository = local_path(path), None
-    if not os.path.exists(folder):
-        if not looks_like_hub_id(path):
-            raise UserError(f"teacher.path: {path} is neither a folder nor a hub id (owner/name){looked_for(folder)}")
-        folder, repository = download("teacher", path, revision, ["*.json"]), path
-    elif not folder.is_dir():
-        raise UserError(f"teacher.path: {path} is a file; give the folder that holds config.json")
-    elif revision is not None:
-        raise UserError(f"teacher.revision is {revision} and teacher.path {path} a folder; remove it")
-    return folder / subfolder if subfolder else folder, repository
+    folder, is_hub = find_root("teacher", path, local_path(path), revision, ["*.json"], "config.json")
+    return folder / subfolder if subfolder else folder, path if is_hub else None
 
 
 def read_config(file: Path, origin: str) -> PretrainedConfig:
     """The config of a classifier. Raises UserError where the file is missing, no JSON, or of another kind of model."""
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(
-            f"{origin}: {file.name} does not exist; give a saved model of the transformers library"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise UserError(f"{origin}: {file.name} is not readable JSON ({error})") from error
-    if not isinstance(content, dict) or not isinstance(content.get("model_type"), str):
+    missing = f"{origin}: {file.name} does not exist; give a saved model of the transformers library"
+    content = read_json_object(file, f"{origin}: {file.name}", missing)
+    if not isinstance(content.get("model_type"), str):
         raise UserError(f"{origin}: {file.name} has no model_type, so it is not a model's config of transformers")
     if content.get("quantization_config"):
         raise UserError(f"{origin}: {file.name} is of a quantised model; give the plain one")
@@ -208,20 +193,12 @@ class Processor:
         self._processor.save_pretrained(folder)
 
 
-def _listed(name: str, revision: str | None, folder: str) -> list[str]:
-    """The names of the files in one folder of a repository; none where the hub cannot be asked."""
-    try:
-        paths = list_repo_files(name, revision=revision)
-    except Exception:
-        # Offline, or whatever its HTTP client raises: the descriptions came from the local cache, then.
-        return []
-    return [path.rpartition("/")[2] for path in paths if path.rpartition("/")[0] == folder.strip("/")]
-
-
-def _told(values: dict[str, Any]) -> dict[str, Any]:
-    """Without those keys, in the configs of parts too."""
+def _without_unstable_keys(values: dict[str, Any]) -> dict[str, Any]:
+    """The values without `UNSTABLE_KEYS`, also in the configs of parts."""
     return {
-        key: _told(value) if isinstance(value, dict) else value for key, value in values.items() if key not in UNTOLD
+        key: _without_unstable_keys(value) if isinstance(value, dict) else value
+        for key, value in values.items()
+        if key not in UNSTABLE_KEYS
     }
 
 

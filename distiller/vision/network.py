@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.skeleton import cast_skeleton
 from distiller.teachers.base import Call, Network, Outputs, Request
 from distiller.vision.library import new_model
 from distiller.vision.structure import Structure, first_tensor
@@ -37,18 +38,7 @@ class ClassifierNetwork(Network):
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         with init_empty_weights():
             model = new_model(self._config)
-        islands = set(model._keep_in_fp32_modules or ())
-        saved = set(model.state_dict(keep_vars=True))
-        for path, module in model.named_modules():
-            for attribute, parameter in module._parameters.items():
-                if parameter is not None:
-                    kept = torch.float32 if islands.intersection([*path.split("."), attribute]) else dtype
-                    module._parameters[attribute] = nn.Parameter(parameter.detach().to(kept), requires_grad=False)
-            for attribute, buffer in module._buffers.items():
-                # Running statistics come from the files; as the library does, in the weights' dtype.
-                if buffer is not None and f"{path}.{attribute}".lstrip(".") in saved:
-                    kept = dtype if buffer.is_floating_point() else buffer.dtype
-                    module._buffers[attribute] = buffer.to(device="meta", dtype=kept)
+        cast_skeleton(model, dtype)
         return model.eval()
 
     def weight_files(self, name: str) -> list[Path]:

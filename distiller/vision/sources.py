@@ -25,8 +25,8 @@ from distiller.data.pictures import (
 from distiller.distributed.importing import import_object
 from distiller.errors import RunError, UserError
 from distiller.storage.packaged_files import looked_for
-from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
+from distiller.vision.picture_digest import contents_digest
 
 PACKAGED = {"digits": "distiller.demo.digit_pictures:DigitPictures"}
 """`data.kind` of the data sets that need no path -> module and class of `Pictures`, imported when it is asked for."""

@@ -20,8 +20,9 @@ from distiller.errors import UserError
 from distiller.storage.packaged_files import local_path
 from distiller.tasks.dropout import remove_dropout
 from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.layer_selection import evenly_spaced
-from distiller.tasks.student_module import TrainedStudent
+from distiller.tasks.student_module import TrainedStudent, damaged_student, exported_folder, model_state
 from distiller.vision.batch_norm import has_batch_norm, replace_batch_norm
 from distiller.vision.files import (
     ClassifierFiles,
@@ -32,8 +33,8 @@ from distiller.vision.files import (
 )
 from distiller.vision.group_norm_export import save_group_norm
 from distiller.vision.library import new_model, read_model
-from distiller.vision.stored import check_weights, stored_files
 from distiller.vision.structure import Structure, first_tensor
+from distiller.vision.weight_files import check_weights, stored_files
 
 
 @dataclass(frozen=True)
@@ -151,8 +152,7 @@ def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Proc
     model = new_model(plan.config)
     changes_norms = plan.options.batch_norm == "group" and has_batch_norm(model)
     replace_batch_norm(model, plan.options.batch_norm)
-    ours = {name.removeprefix("model."): value for name, value in state.items() if name.startswith("model.")}
-    model.load_state_dict(ours, strict=True)
+    model.load_state_dict(model_state(state), strict=True)
     if changes_norms:
         save_group_norm(model, folder)
     else:
@@ -162,9 +162,7 @@ def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Proc
 
 def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.Module:
     """The exported student of a run, in float32 and eval mode. Raises UserError when the run has none."""
-    folder = run_dir / "student"
-    if not (folder / "config.json").is_file():
-        raise UserError(f"{run_dir}: has no student/ yet; finish its training first")
+    folder = exported_folder(run_dir)
     if plan.options.batch_norm == "group" and has_batch_norm(new_model(plan.config)):
         with torch.device("meta"):
             model = new_model(plan.config)
@@ -176,7 +174,7 @@ def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.M
                     state |= {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a mapping)
             model.load_state_dict(state, strict=True, assign=True)
         except (OSError, RuntimeError, SafetensorError) as error:
-            raise UserError(f"{run_dir}: its student/ is damaged ({error}); copy it again") from error
+            raise damaged_student(run_dir, error) from error
     else:
         model = load_model(folder, plan.config)
     return model.eval().requires_grad_(False).to(device)
@@ -191,9 +189,7 @@ class DistilledClassifier(TrainedStudent):
         """`blocks`: of each matched one its name, what it gives for one picture, and what the teacher's gives."""
         super().__init__(model)
         self.feature_blocks = tuple(name for name, _, _ in blocks)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed + 1)
-            self.projections = nn.ModuleList(_projection(ours, theirs) for _, ours, theirs in blocks)
+        self.projections = new_projections([(ours, theirs) for _, ours, theirs in blocks], seed)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Logits [B, classes] of pixels [B, C, H, W], and of each matched block a feature shaped as the teacher's."""
@@ -226,12 +222,6 @@ def check_features(ours: Structure, theirs: Structure, student: Sequence[int], t
 def _positions(shape: tuple[int, ...]) -> tuple[int, ...]:
     """(H, W) of a map, (tokens,) of a sequence."""
     return shape[1:] if len(shape) == 3 else shape[:1]
-
-
-def _projection(ours: tuple[int, ...], theirs: tuple[int, ...]) -> nn.Module:
-    if len(ours) == 3:
-        return nn.Conv2d(ours[0], theirs[0], 1, bias=False)
-    return nn.Linear(ours[-1], theirs[-1], bias=False)
 
 
 def _shallower(options: ClassificationStudent, files: ClassifierFiles) -> PretrainedConfig:

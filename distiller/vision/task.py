@@ -20,8 +20,8 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
+from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
-from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -30,8 +30,8 @@ from distiller.vision.evaluation import ask_teacher, compare
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
 from distiller.vision.objective import cross_entropy, tempered_divergence
+from distiller.vision.prediction_grid import classes_of, prediction_grid, read_prompts
 from distiller.vision.samples import PictureBatch, PictureData, collate
-from distiller.vision.showing import classes_of, prediction_grid, read_prompts
 from distiller.vision.source import PictureSource
 from distiller.vision.student import (
     DistilledClassifier,
@@ -200,10 +200,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
             total = total + alpha * terms["distillation"]
         if losses.features.weight:
             assert teacher_outputs is not None
-            pairs = zip(features, self._feature_names, strict=True)
-            terms["features"] = sum(  # type: ignore[assignment]
-                mean_squared_error(ours, teacher_outputs[name]).sum() for ours, name in pairs
-            ) / len(self._feature_names)
+            terms["features"] = feature_loss(features, teacher_outputs, self._feature_names)
             total = total + losses.features.weight * terms["features"]
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 

@@ -13,8 +13,8 @@ from distiller.errors import UserError
 from distiller.storage.stages import Stage
 from distiller.vision.files import ClassifierFiles, Processor
 from distiller.vision.source import PictureSource
-from distiller.vision.stored import stored_files
 from distiller.vision.teacher_training import train_teacher
+from distiller.vision.weight_files import stored_files
 
 
 @final

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from distiller.config.teacher import Teacher
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.sampling import draw, guided_predictor
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
 from distiller.teachers.factory import open_teacher
 from tests import toy_pictures
@@ -61,7 +61,7 @@ def test_a_16_bit_teacher_draws_a_picture(folder, kind):
     teacher = open_teacher(network, setup(torch.bfloat16, "cuda:0"))
     encoder = family.load_text_encoder(torch.bfloat16, device)
     positive, negative = embed(family, encoder, ["a red cat", "a bird"], 5), embed(family, encoder, [""], 5)
-    conditions = Conditions.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, device)
+    conditions = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, device)
     predict = guided_predictor(teacher, network, (0, 1), conditions, (3.0, 3.0))
     latents = draw(predict, family.noise_process((4, 1, 4, 4)), conditions, 5).latents
     assert latents.dtype == torch.float32

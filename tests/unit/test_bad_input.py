@@ -767,7 +767,7 @@ class TestStudent:
     @pytest.mark.parametrize("text", ["[]", "5", "null"])
     def test_config_that_is_no_object(self, refuse_recipe, tmp_path, text):
         (tmp_path / "mine.json").write_text(text)
-        refuse_recipe({"student.config": "mine.json"}, "student.config: mine.json", "not a model's config")
+        refuse_recipe({"student.config": "mine.json"}, "student.config: mine.json", "not a JSON object")
 
     def test_missing_config(self, refuse_recipe):
         refuse_recipe({"student.config": "no.json"}, "student.config: no.json", "does not exist", "config.json")

@@ -484,7 +484,7 @@ class TestRuns:
         local = find_classifier(str(tmp_path), None, None, Processor(tmp_path, 3, "teacher"))
         hub = replace(local, repository=("owner/name", None))
         names = ["README.md", "sub/model.safetensors"]
-        monkeypatch.setattr("distiller.vision.files.list_repo_files", lambda name, revision: names)
+        monkeypatch.setattr("distiller.vision.files.listed_files", lambda *_: frozenset(names))
         assert (local.found_weights("sub"), hub.found_weights(None)) == (None, None)
         assert hub.found_weights("sub") == "model.safetensors"
 

@@ -12,7 +12,7 @@ from distiller.errors import UserError
 from distiller.storage import content_digests
 from distiller.storage.content_digests import content_digest
 from distiller.storage.stages import digest_files
-from distiller.vision.contents import contents_digest
+from distiller.vision.picture_digest import contents_digest
 
 
 @pytest.fixture

@@ -15,9 +15,9 @@ from accelerate.state import AcceleratorState, GradientState
 from distiller import commands
 from distiller.commands import caching
 from distiller.config.loading import parse
-from distiller.diffusion.shards import missing_shards, save_whole
 from distiller.errors import UserError
 from distiller.storage.file_modes import follow_umask
+from distiller.storage.stage_shards import find_missing_shards, save_atomically
 from tests import classifiers, toy_causal_lm
 
 
@@ -68,13 +68,13 @@ def test_a_mode_that_cannot_be_changed_costs_nothing_else(tmp_path, monkeypatch,
 
 def test_shards_of_an_unfinished_stage_are_the_groups_too(tmp_path, umask, monkeypatch):
     files = [tmp_path / f"{number}.safetensors" for number in range(3)]
-    save_whole({"a": torch.zeros(2)}, files[1])
+    save_atomically({"a": torch.zeros(2)}, files[1])
     assert wrong_modes(tmp_path, umask) == {}
-    assert missing_shards(files) == [0, 2]
+    assert find_missing_shards(files) == [0, 2]
     # Nobody is refused anything where tests run as root.
     monkeypatch.setattr(os, "access", lambda file, mode: False)
     with pytest.raises(UserError, match=r"^cache_dir: .*1.safetensors is another user's and cannot be read"):
-        missing_shards(files)
+        find_missing_shards(files)
 
 
 def leave_everything(recipe, folder: Path) -> None:

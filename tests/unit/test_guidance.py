@@ -12,11 +12,11 @@ from distiller import commands
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.data import rng
 from distiller.data.latents import LatentStore
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.samples import student_predictor
+from distiller.diffusion.sampling import draw, guided_predictor
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
 from distiller.tasks import open_task
 from distiller.teachers.factory import open_teacher
@@ -47,7 +47,7 @@ def pipeline_s_latents(pipeline, scales, noise, prompts=PROMPTS, negative="", st
 def conditions_of(family):
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, PROMPTS, 512), embed(family, encoder, [""], 512)
-    return Conditions.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+    return SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
 
 
 @pytest.mark.parametrize("scales", TWO_SCALES)

@@ -12,11 +12,11 @@ from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline,
 from distiller.config.diffusion import DiffusionStudent
 from distiller.config.teacher import Teacher
 from distiller.data import rng
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.family import Family
 from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.sampling import draw, guided_predictor
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.student import build_student, student_config
 from distiller.diffusion.text import embed
 from distiller.diffusion.variance_preserving import SCHEDULERS
@@ -141,7 +141,7 @@ def drawn_by_both(folder: Path, scale: float, steps: int) -> tuple[torch.Tensor,
     family, network, teacher = teacher_of(folder)
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, PROMPTS[:2], LENGTH), embed(family, encoder, [""], LENGTH)
-    conditions = Conditions.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+    conditions = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
     predict = guided_predictor(teacher, network, (0, 1), conditions, (scale, scale))
     process = family.noise_process(SHAPE)
     ours = draw(predict, process, conditions, steps, keep_points=True)
@@ -175,7 +175,7 @@ def test_a_16_bit_teacher_draws_in_float32(tmp_path, kind):
         family, network, teacher = teacher_of(folder, dtype)
         encoder = family.load_text_encoder(dtype, CPU)
         positive, negative = embed(family, encoder, PROMPTS[:2], LENGTH), embed(family, encoder, [""], LENGTH)
-        conditions = Conditions.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+        conditions = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
         predict = guided_predictor(teacher, network, (0, 1), conditions, (1.0, 1.0))
         drawn[dtype] = draw(predict, family.noise_process(SHAPE), conditions, 20).latents
         assert drawn[dtype].dtype == torch.float32
@@ -227,7 +227,7 @@ def test_what_the_sampler_gives_the_network_is_of_training_s_kind(tmp_path):
     scheduler = toy_pictures.make_scheduler("EulerDiscreteScheduler")
     family, _, _ = teacher_of(toy_pictures.make_sd(tmp_path / "sd", scheduler=scheduler))
     noise = torch.stack([rng.noise(0, 0, i, SHAPE) for i in range(64)])
-    conditions = Conditions(noise, {}, {}, (0, "noise", tuple(range(64))))
+    conditions = SamplingInputs(noise, {}, {}, (0, "noise", tuple(range(64))))
     trajectory = draw(lambda point, timestep: point, family.noise_process(SHAPE), conditions, 4, keep_points=True)
     assert trajectory.points[0].std().item() == pytest.approx(1.0, abs=0.05)
 

@@ -17,9 +17,9 @@ from distiller.config.teacher import Teacher
 from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.checks import size_notes
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.samples import draw_teacher
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
 from distiller.errors import UserError
 from distiller.tasks import open_task
@@ -271,7 +271,7 @@ def test_samples_are_drawn_a_few_at_a_time_and_are_the_same(pictures, tmp_path, 
         encoder = family.load_text_encoder(torch.float32, torch.device("cpu"))
         positive, negative = (embed(family, encoder, texts, 5) for texts in (toys.PROMPTS[:5], [""]))
         shape = family.latent_shape(*recipe.task.size)
-        conditions = Conditions.make(0, "sample", range(5), shape, positive, negative, torch.device("cpu"))
+        conditions = SamplingInputs.make(0, "sample", range(5), shape, positive, negative, torch.device("cpu"))
         process = family.noise_process(shape)
         drawn.append(draw_teacher(teacher, task.network, process, recipe, conditions))
     assert sizes == [5] * 3 + [2] * 6 + [1] * 3

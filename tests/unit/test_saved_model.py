@@ -17,7 +17,7 @@ from distiller.errors import UserError
 from distiller.language.model.files import find_model
 from distiller.storage.saved_model import ADAPTER_CONFIG, diffusers_files, transformers_files
 from distiller.storage.weight_files import WeightFiles
-from distiller.vision.stored import check_weights, stored_files
+from distiller.vision.weight_files import check_weights, stored_files
 from tests import classifiers, toy_causal_lm, toys
 
 

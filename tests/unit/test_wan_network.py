@@ -8,11 +8,11 @@ from diffusers import WanPipeline, WanTransformer3DModel
 
 from distiller.config.teacher import Teacher
 from distiller.data import rng
-from distiller.diffusion.conditions import Conditions
-from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.samples import student_predictor
+from distiller.diffusion.sampling import draw, guided_predictor
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
 from distiller.teachers import Request
 from distiller.teachers.factory import open_teacher
@@ -89,7 +89,7 @@ def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
     prompts = ["a red cat sits", "a bird"]
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, prompts, 512), embed(family, encoder, [""], 512)
-    conditions = Conditions.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, CPU)
+    conditions = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, CPU)
     predict = guided_predictor(teacher, network, (0, 1), conditions, scales)
     ours = draw(predict, family.noise_process((4, 1, 4, 4)), conditions, 5, keep_points=True)
     pipeline = WanPipeline.from_pretrained(pipelines[num_experts])
@@ -117,7 +117,7 @@ def test_a_student_that_is_both_experts_draws_as_they_do_at_their_two_scales(pip
     family.architecture.prepare(student, 512)
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, ["a red cat sits"], 512), embed(family, encoder, [""], 512)
-    conditions = Conditions.make(0, "noise", (0,), (4, 1, 4, 4), positive, negative, CPU)
+    conditions = SamplingInputs.make(0, "noise", (0,), (4, 1, 4, 4), positive, negative, CPU)
     scales = (4.0, 2.5)
     process = family.noise_process((4, 1, 4, 4))
     ours = draw(student_predictor(network, student, conditions, scales), process, conditions, 5)

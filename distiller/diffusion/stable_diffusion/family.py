@@ -14,12 +14,12 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.pictures import latent_size
+from distiller.diffusion.picture_size import latent_size
 from distiller.diffusion.pipeline import read_json
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.stable_diffusion.architecture import UNetArchitecture
 from distiller.diffusion.vae import Vae
 from distiller.diffusion.variance_preserving import VariancePreserving
@@ -160,7 +160,7 @@ class StableDiffusionFamily(Family):
             **dict.fromkeys(BESIDE),
         )
 
-    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         negative = expanded(conditions.negative, len(conditions.noise))
         height, width = conditions.noise.shape[3:]
         drawn = pipeline(

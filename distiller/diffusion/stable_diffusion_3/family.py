@@ -16,12 +16,12 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
 from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
-from distiller.diffusion.pictures import latent_size
+from distiller.diffusion.picture_size import latent_size
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.stable_diffusion_3.architecture import SD3Architecture
 from distiller.diffusion.vae import Vae
 from distiller.errors import UserError
@@ -155,7 +155,7 @@ class SD3Family(Family):
             **dict.fromkeys(part for pair in (*ENCODERS, THIRD) for part in pair),
         )
 
-    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         negative = expanded(conditions.negative, len(conditions.noise))
         height, width = conditions.noise.shape[3:]
         drawn = pipeline(

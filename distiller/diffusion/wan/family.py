@@ -15,10 +15,10 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import Condition, Family, expanded
 from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
 from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.vae import Vae
 from distiller.diffusion.wan.architecture import WanArchitecture
 from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENGTH
@@ -154,7 +154,7 @@ class WanFamily(Family):
             local_files_only=True,
         )
 
-    def draw(self, pipeline: Any, conditions: Conditions, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         negative = expanded(conditions.negative, len(conditions.noise))
         num_frames, height, width = recipe.task.size
         return pipeline(

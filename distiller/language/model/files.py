@@ -5,7 +5,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,8 +19,8 @@ from distiller.language.gguf.model import GgufModel
 from distiller.language.model.spec import ModelSpec
 from distiller.language.model.weight_conversion import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.model.weight_tying import tied_as_stored
-from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id, stored_names
-from distiller.storage.packaged_files import find_model_file, looked_for
+from distiller.storage.hub import check_listed, download, find_root, listed_files, stored_names
+from distiller.storage.packaged_files import find_model_file
 from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
 from distiller.storage.stage_folders import StageFolders
 
@@ -94,18 +93,13 @@ def find_model(
         fetch = partial(gguf.convert, is_maker=True)
         spec = ModelSpec(config, trusts_code, origin)
         return LanguageFiles(origin, gguf.description, spec, tokenizer, fetch, stages_dir)
-    inside, is_folder = f"{subfolder}/" if subfolder else "", os.path.isdir(local)
-    if is_folder:
-        if revision is not None:
-            raise UserError(f"{section}.revision is {revision} and {section}.path {path} a folder; remove it")
-        root = local / inside
+    inside = f"{subfolder}/" if subfolder else ""
+    patterns = [f"{inside}{pattern}" for pattern in DESCRIPTIONS]
+    folder, is_hub = find_root(section, path, local, revision, patterns, "config.json, or a GGUF file")
+    root = folder / inside
+    if not is_hub:
         fetch = partial(Path, root)
-    elif os.path.exists(local):
-        raise UserError(f"{origin} is a file; give the folder that holds config.json, or a GGUF file")
-    elif not looks_like_hub_id(path):
-        raise UserError(f"{origin} is neither a folder nor a hub id (owner/name){looked_for(local)}")
     else:
-        root = download(section, path, revision, [f"{inside}{pattern}" for pattern in DESCRIPTIONS]) / inside
         check_listed(listed_files(path, revision), inside, TRANSFORMERS_NAME, origin)
 
         def fetch() -> Path:
@@ -113,7 +107,7 @@ def find_model(
 
     spec = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
-    if is_folder:
+    if not is_hub:
         headers = headers_of(transformers_files(root, origin))
         spec = tied_as_stored(spec, headers, lambda: transformers_files(root, origin), origin)
         check_stored(spec, root, headers, origin)

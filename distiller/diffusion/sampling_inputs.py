@@ -1,4 +1,4 @@
-"""What a batch is drawn from."""
+"""What a batch is sampled from: the first noise and the embedded prompts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distiller.data import rng
 
 
 @dataclass(frozen=True)
-class Conditions:
+class SamplingInputs:
     """The first noise and the prompts of a batch, on one device.
 
     Attributes:
@@ -36,21 +36,21 @@ class Conditions:
         positive: Mapping[str, Tensor],
         negative: Mapping[str, Tensor],
         device: torch.device,
-    ) -> Conditions:
+    ) -> SamplingInputs:
         """With noise that depends on seed, purpose and sample id alone; everything goes to the device."""
         noise = torch.stack([rng.noise(seed, 0, i, shape, purpose) for i in sample_ids]).to(device)
-        return Conditions(
+        return SamplingInputs(
             noise,
             {name: value.to(device) for name, value in positive.items()},
             {name: value.to(device) for name, value in negative.items()},
             (seed, purpose, tuple(sample_ids)),
         )
 
-    def split(self, size: int) -> list[Conditions]:
+    def split(self, size: int) -> list[SamplingInputs]:
         """Parts of so many samples, the last of what is left; they view this one's tensors."""
         seed, purpose, sample_ids = self.seeds
         return [
-            Conditions(
+            SamplingInputs(
                 self.noise[first : first + size],
                 {name: value[first : first + size] for name, value in self.positive.items()},
                 self.negative,

@@ -1,4 +1,4 @@
-"""Safetensors files of a stage that is interrupted at any moment: there and whole, or not there."""
+"""Safetensors files of a stage: complete or absent, even where the stage is interrupted while it writes."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from distiller.storage.file_modes import follow_umask
 from distiller.storage.stages import refuse_unreadable
 
 
-def save_whole(tensors: Mapping[str, Tensor], file: Path, writer: str = "tmp") -> None:
-    """Writes the tensors aside, then renames; with the umask's mode, so that another user's run may go on with it.
+def save_atomically(tensors: Mapping[str, Tensor], file: Path, writer: str = "tmp") -> None:
+    """Writes a temporary file and renames it; with the umask's mode, so that another user's run can read it.
 
     `writer`: another one for each process that may write the same file.
     """
@@ -23,7 +23,7 @@ def save_whole(tensors: Mapping[str, Tensor], file: Path, writer: str = "tmp") -
     temporary.replace(file)
 
 
-def missing_shards(files: Sequence[Path]) -> list[int]:
+def find_missing_shards(files: Sequence[Path]) -> list[int]:
     """The numbers of the files that are still to be made. UserError for one that is there and cannot be read.
 
     Called before the work begins: an unreadable one would be found by whoever reads the finished stage.

@@ -1,4 +1,4 @@
-"""Drawing with anything that predicts: the pipeline's own sampling loop."""
+"""The pipeline's own sampling loop, with any network that predicts: a placed teacher, or the student."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.family import expanded
 from distiller.diffusion.network import PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
+from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.teachers.base import Request, Teacher
 
 Predict = Callable[[Tensor, Tensor], Tensor]
@@ -33,7 +33,7 @@ class Trajectory:
 
 
 def draw(
-    predict: Predict, process: NoiseProcess, conditions: Conditions, num_steps: int, keep_points: bool = False
+    predict: Predict, process: NoiseProcess, conditions: SamplingInputs, num_steps: int, keep_points: bool = False
 ) -> Trajectory:
     """Runs the sampling loop of the pipeline's `__call__` without gradients, from float32 noise to float32 latents.
 
@@ -64,7 +64,7 @@ def guided_predictor(
     teacher: Teacher,
     network: DiffusionNetwork,
     sample_ids: Sequence[int],
-    conditions: Conditions,
+    conditions: SamplingInputs,
     scales: tuple[float, float],
 ) -> Predict:
     """The teacher as the pipeline's loop sees it: `u + scale * (c - u)`, at scale 1 (`scale_of`) the conditional pass.

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 
 from distiller.errors import UserError
-from distiller.storage.saved_model import refuse_adapter, transformers_files
+from distiller.storage.saved_model import check_whole, refuse_adapter, transformers_files
 
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|tf_model|flax_model).*\.(bin|h5|msgpack)")
 
@@ -54,13 +54,4 @@ def check_weights(folder: Path, origin: str) -> None:
             "set teacher_training.max_steps to train it first"
         )
     refuse_adapter(folder, origin)
-    for file in transformers_files(folder, origin):
-        if not file.is_file():
-            raise UserError(f"{origin}: holds no {file.name}, which its index names; copy it again")
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (OSError, SafetensorError) as error:
-            raise UserError(
-                f"{origin}: {file.name} is not a complete safetensors file ({error}); copy it again"
-            ) from error
+    check_whole(transformers_files(folder, origin), f"{origin}: ")

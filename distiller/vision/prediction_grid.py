@@ -1,4 +1,4 @@
-"""What teacher and student take pictures for, side by side in a grid."""
+"""A grid of pictures with the classes that teacher and student predict for them."""
 
 from __future__ import annotations
 

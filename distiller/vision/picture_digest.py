@@ -35,7 +35,7 @@ def contents_digest(files: Sequence[Path]) -> str:
         note = digest_record(f"pictures-{digest_of([[str(file.absolute()), *stat_signature(file)] for file in files])}")
         digest = read_recorded_digest(note)
         if digest is None:
-            with _alone_where_possible(note):
+            with _locked_where_possible(note):
                 digest = read_recorded_digest(note) or _read(files)
                 record_digest(note, digest)
         return digest
@@ -44,7 +44,7 @@ def contents_digest(files: Sequence[Path]) -> str:
 
 
 @contextmanager
-def _alone_where_possible(note: Path) -> Iterator[None]:
+def _locked_where_possible(note: Path) -> Iterator[None]:
     """Holds the note's lock, where the file system lets one be taken."""
     lock = FileLock(note.with_name(f"{note.name}.lock"))
     try:
