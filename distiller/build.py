@@ -33,7 +33,7 @@ from distiller.launch.accelerator import open_world, resolve_accumulation
 from distiller.launch.checks import check_nvme_room
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.launch.fsdp import wrapped_classes
-from distiller.run_folder.inputs import remember
+from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
     check_output_dir,
     check_shared,
@@ -45,7 +45,16 @@ from distiller.storage.durable_writes import missing_durability
 from distiller.student_state.factory import open_state
 from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks import open_task
-from distiller.tasks.base import Task, line_of
+from distiller.tasks.base import Task
+from distiller.tasks.interfaces import (
+    Cacheable,
+    ReplicatesHead,
+    Staged,
+    default_recipe,
+    format_notice,
+    missing_stage,
+    notices_of,
+)
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup
@@ -104,20 +113,20 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         if resume and is_finished_by_files(recipe):
             return Finished(recipe.train.max_steps or 0)
         raise
-    recipe = task.with_defaults(recipe)
+    recipe = default_recipe(task, recipe)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator = world.accelerator
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, accelerator.num_processes)
     last_step = last_step_of(recipe, plan)
     dtype = teacher_dtype(recipe.teacher.dtype, accelerator.device)
     under_deepspeed = world.engine.startswith("deepspeed")
-    size = task.num_trained_parameters()
+    size = task.student_skeleton().num_trained_parameters()
     ranks = Ranks.join(accelerator.device)
     if world.offload.is_on("nvme"):
         zero = deepspeed_config(accelerator)["zero_optimization"]
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, size, local_share))
-    beside = task.replicated_head_bytes(dtype)
+    beside = task.replicated_head_bytes(dtype) if isinstance(task, ReplicatesHead) else 0
     reserved = gpu_bytes(size, recipe, world) + beside, host_bytes(size, recipe, world)
     setup = Setup(dtype, recipe.teacher, ranks, under_deepspeed, *reserved)
     is_cached = recipe.teacher.placement == "cached"
@@ -133,41 +142,42 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
     )
-    finished = ranks.from_main(lambda: check_output_dir(recipe, resume, last_step))
+    finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
-    notices = () if finished else (*world.notices, *ranks.all_succeed(task.notices))
+    notices = () if finished else (*world.notices, *ranks.all_succeed(lambda: notices_of(task)))
     cached = None
     if is_cached and not finished:
-        cached = ranks.from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
+        cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, plan, last_step))
         check_same_cache(Path(recipe.teacher.cache or ""), ranks)
-    claim = setup.ranks.from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
+    claim = setup.ranks.broadcast_from_main(lambda: claim_output_dir(recipe, identity, resume, last_step))
     if claim.is_finished:
         accelerator.end_training()
         return Finished(last_step)
     run_dir, done = Path(recipe.output_dir), claim.steps_done
     if resume and ranks.is_main:
-        print(claim.said(run_dir, last_step), file=sys.stderr, flush=True)
+        print(claim.resume_message(run_dir, last_step), file=sys.stderr, flush=True)
     check_shared(run_dir, ranks)
-    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
+    is_missing = ranks.all_succeed(lambda: missing_stage(task, dtype) is not None)
     check_shared_stages(recipe, is_missing, ranks)
-    if (missing := ranks.from_main(lambda: missing_durability(run_dir))) is not None:
+    if (missing := ranks.broadcast_from_main(lambda: missing_durability(run_dir))) is not None:
         accelerator.print(f"note: {missing}")
     if done:
         verify(run_dir, done, ranks)
     _announce(notices, plan, task, world.engine, accelerator)
 
     started = time.perf_counter()
-    stages_need_teacher = task.prepare_stages(ranks, dtype)
+    stages_need_teacher = isinstance(task, Staged) and task.prepare_stages(ranks, dtype)
     teacher, placement = None, recipe.teacher.placement
     if stages_need_teacher or task.needs_live_teacher:
         if not task.needs_live_teacher:
             setup = resolve_placement(task.network, setup)
         teacher, placement = PLACEMENTS[setup.options.placement](task.network, setup), setup.options.placement
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
-    setup.ranks.wait()
-    data: Dataset[Any] = task.run_stages(ranks, teacher)
+    setup.ranks.barrier()
+    data: Dataset[Any] = task.load_data(ranks, teacher)
     collation: Callable[..., MicroBatch] = LiveCollation(task)
     if cached is not None:
+        assert isinstance(task, Cacheable), "open_run_cache refuses others"
         data, collation = CachedData(data, Path(recipe.teacher.cache or ""), *cached), CachedCollation(task)
     elif recipe.cache.draws is not None and task.has_draws:
         data = RepeatedDraws(data, recipe.cache.draws)
@@ -183,17 +193,17 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
     trained = task.build_student()
     student_parameters = trained.num_model_parameters()
     # Not before: a hub's weights are there by now.
-    ranks.from_main(lambda: remember(recipe, run_dir))
+    ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
-    setup.ranks.wait()
+    setup.ranks.barrier()
     student, optimizer = accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     student_dtype = next(student.parameters()).dtype
     decay = recipe.train.ema_decay
     state = open_state(world.engine, accelerator, student, optimizer)
     average = None if decay is None else MovingAverage(state, decay)
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    ranks.from_main(checkpoints.remove_stale)
+    ranks.broadcast_from_main(checkpoints.remove_stale)
     skipped_steps = checkpoints.load(done) if done else 0
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()
@@ -242,11 +252,16 @@ def open_run_cache(
     """The layout of the run's cache, and after how many epochs its draws repeat. Raises UserError."""
     if not task.needs_live_teacher:
         raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
+    if not isinstance(task, Cacheable):
+        raise UserError(
+            f"teacher.placement=cached: the teacher's outputs of task.kind {recipe.task.kind} cannot be stored; leave "
+            "teacher.placement out"
+        )
     epochs = epochs_of(plan, last_step) if task.has_draws else 1
     folder = Path(recipe.teacher.cache or "")
     key = content_key(recipe, task, dtype)
     manifest = open_cache(folder, key, task.wanted, epochs, recipe.cache.draws if task.has_draws else 1)
-    if (missing := task.missing_stage(dtype)) is not None:
+    if (missing := missing_stage(task, dtype)) is not None:
         raise UserError(
             f"teacher.placement=cached: {missing} is not there, to which the cached outputs belong, and the cache "
             "holds no copy; run `distiller cache` again with the cache_dir (or output_dir) that it was run with"
@@ -318,7 +333,7 @@ def _announce(
     notices: Sequence[str], plan: UpdatePlan, task: Task[Any, Any], engine: str, accelerator: Accelerator
 ) -> None:
     for notice in notices:
-        accelerator.print(line_of(notice))
+        accelerator.print(format_notice(notice))
     accelerator.print(
         f"{engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} samples an "
         f"update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} processes), "

@@ -13,9 +13,14 @@ from pathlib import Path
 from distiller import __version__
 from distiller.distributed.importing import collections_paused
 from distiller.distributed.process import end_loader_processes, is_main_process, prepare_environment, rank
-from distiller.distributed.rank_failure import describe_lost_ranks, is_lost_rank_error, reports_first, write_error_file
+from distiller.distributed.rank_failure import (
+    describe_lost_ranks,
+    is_first_to_report,
+    is_lost_rank_error,
+    write_error_file,
+)
 from distiller.distributed.rendezvous import is_first_machine, refuse_mpi, report_failure
-from distiller.distributed.shutdown import Stops
+from distiller.distributed.shutdown import StopSignals
 from distiller.errors import (
     AgreedError,
     AgreedUserError,
@@ -39,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     prepare_environment()
 
-    def command(stops: Stops) -> None:
+    def command(stops: StopSignals) -> None:
         options = _parse(arguments)
         if options.by_all_ranks or is_main_process():
             options.run(options, stops)
@@ -47,9 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return guarded(command)
 
 
-def guarded(command: Callable[[Stops], None]) -> int:
+def guarded(command: Callable[[StopSignals], None]) -> int:
     """Runs a command that may listen for signals; its failures become one line and an exit code."""
-    stops = Stops()
+    stops = StopSignals()
     try:
         refuse_mpi()
         command(stops)
@@ -113,7 +118,7 @@ def _is_agreed(error: BaseException) -> bool:
 
 
 def _speaks(error: BaseException, reason: str) -> bool:
-    is_first = reports_first(reason)
+    is_first = is_first_to_report(reason)
     if isinstance(error, OwnUserError | SilentUserError):
         return isinstance(error, OwnUserError)
     return is_main_process() if _is_agreed(error) else is_first
@@ -122,7 +127,7 @@ def _speaks(error: BaseException, reason: str) -> bool:
 def _leave_bug(error: BaseException) -> None:
     """For an error without a message of ours, whose traceback follows."""
     reason = f"distiller, rank {rank()}: {type(error).__name__}: {one_line(error)}"
-    reports_first(reason)
+    is_first_to_report(reason)
     write_error_file(reason, is_own=False)
 
 
@@ -235,7 +240,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _train(options: argparse.Namespace, stops: Stops) -> None:
+def _train(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.config.loading import load
 
     if options.resume and options.dry_run:
@@ -257,7 +262,7 @@ def _train(options: argparse.Namespace, stops: Stops) -> None:
         commands.train(recipe, options.resume, stops)
 
 
-def _cache(options: argparse.Namespace, stops: Stops) -> None:
+def _cache(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.config.loading import load
 
     recipe = load(options.recipe, options.overrides)
@@ -270,14 +275,14 @@ def _cache(options: argparse.Namespace, stops: Stops) -> None:
     make_cache(recipe, options.repair, options.compare)
 
 
-def _evaluate(options: argparse.Namespace, stops: Stops) -> None:
+def _evaluate(options: argparse.Namespace, stops: StopSignals) -> None:
     with collections_paused():
         from distiller import commands
 
     commands.evaluate(options.run_dir, options.overrides)
 
 
-def _sample(options: argparse.Namespace, stops: Stops) -> None:
+def _sample(options: argparse.Namespace, stops: StopSignals) -> None:
     for prompt in options.prompts:
         if re.fullmatch(r"[a-z_]+(\.\w+)*=\S*", prompt):
             raise UserError(f"--prompts: '{prompt}' is an override and no prompt; give it before --prompts")
@@ -287,14 +292,14 @@ def _sample(options: argparse.Namespace, stops: Stops) -> None:
     commands.sample(options.run_dir, options.overrides, options.prompts, options.seed, options.output)
 
 
-def _export(options: argparse.Namespace, stops: Stops) -> None:
+def _export(options: argparse.Namespace, stops: StopSignals) -> None:
     with collections_paused():
         from distiller import commands
 
     commands.export(options.checkpoint, options.output)
 
 
-def _recipes(options: argparse.Namespace, stops: Stops) -> None:
+def _recipes(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.storage.packaged_files import find_recipe, first_line, recipe_names
 
     if options.name:
@@ -304,7 +309,7 @@ def _recipes(options: argparse.Namespace, stops: Stops) -> None:
         print(f"{name:<24} {first_line(find_recipe(name))}")
 
 
-def _configs(options: argparse.Namespace, stops: Stops) -> None:
+def _configs(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.storage.packaged_files import copy_launch_files, first_line, launch_files_dir
 
     if options.folder is not None:

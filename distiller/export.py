@@ -40,7 +40,7 @@ def export_run(run: Run) -> None:
             raise AgreedError(f"{target}: cannot be written ({_reason(error)}); make room and pass --resume") from error
 
     # Not an NCCL barrier: a large student takes rank 0 longer than that has patience.
-    run.ranks.from_main(write)
+    run.ranks.broadcast_from_main(write)
 
 
 def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:

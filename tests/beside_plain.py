@@ -1,4 +1,4 @@
-"""Runs the product's loop on a recipe and compares what comes of it with a plain loop's; walks a recipe's keys."""
+"""Runs the training loop on a recipe and compares its results with a plain loop's; lists a recipe's keys."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distiller.build import build
 from distiller.config.recipe import Recipe
-from distiller.distributed.shutdown import NO_STOPS
+from distiller.distributed.shutdown import NO_STOP_SIGNALS
 from distiller.training.loop import Run, train
 from tests import toys
 from tests.plain_loop import Trained
@@ -26,17 +26,17 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass
 class Ran:
-    """What a run logged of every update, and its weights, by the names that the plain student has too."""
+    """The logged metrics of every update, and the trained weights, under the plain student's names."""
 
     metrics: list[dict[str, Any]]
     weights: dict[str, Tensor]
     average: dict[str, tuple[int, Tensor]] | None
-    """Of each name the part that this rank averages: where it starts in the flat tensor, and its values."""
+    """Name -> this rank's part of the moving average: its start in the flat tensor, and its values."""
     is_fused: bool
 
 
-def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOPS, stays: bool = False) -> Ran:
-    """Builds and trains, in this process, without what follows the loop. `stays`: with the others, for another run."""
+def run(recipe: Recipe, resume: bool = False, stops: Any = NO_STOP_SIGNALS, stays: bool = False) -> Ran:
+    """Builds and trains in this process, without export and samples. `stays`: keeps the Accelerator for another run."""
     built = build(recipe, resume)
     assert isinstance(built, Run)
     try:
@@ -61,13 +61,13 @@ def plain_module(built: Run) -> torch.nn.Module:
 
 
 def forget_accelerate() -> None:
-    """Lets one test build several Accelerators."""
+    """Resets Accelerate, so that one test can build several Accelerators."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
 def assert_same(ours: Ran, theirs: Trained, first: Mapping[str, Tensor], tolerance: float = 1e-5) -> None:
-    """Every update's loss, terms, gradient norm, rate and epoch; and how far the weights have moved, each tensor's."""
+    """Compares loss, terms, gradient norm, rate and epoch of every update, and the change of each weight tensor."""
     assert len(ours.metrics) == len(theirs.losses)
     assert [line["lr"] for line in ours.metrics] == pytest.approx(theirs.rates, rel=1e-12)
     assert [line["epoch"] for line in ours.metrics] == theirs.epochs
@@ -90,8 +90,8 @@ def assert_same(ours: Ran, theirs: Trained, first: Mapping[str, Tensor], toleran
 def assert_moved_alike(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], first: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    """The norm of the difference over that of the way, for each tensor."""
-    # A tied weight has two names in the one and may have one in the other.
+    """For each tensor, the norm of the difference over the norm of its change in training."""
+    # A tied weight may have two names in one and one name in the other.
     names = theirs.keys() & ours.keys()
     assert {name for name in theirs.keys() ^ ours.keys() if not name.endswith("lm_head.weight")} == set()
     assert names
@@ -125,7 +125,7 @@ def nested(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested mappings over others."""
+    """Merges nested mappings over others."""
     result = dict(base)
     for key, value in changes.items():
         both = isinstance(value, Mapping) and isinstance(result.get(key), Mapping)
@@ -134,7 +134,7 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 
 def assert_named_tests_exist(places: Iterable[str]) -> None:
-    """`file::name` of tests that hold what a table leaves to them."""
+    """Asserts that tests named as `file::name` exist."""
     for place in places:
         file, _, name = place.partition("::")
         names = re.findall(r"^ *def (test_\w+)", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE)
@@ -142,7 +142,7 @@ def assert_named_tests_exist(places: Iterable[str]) -> None:
 
 
 def unique_rows(table: Mapping[str, list[dict[str, Any]]]) -> list[Any]:
-    """The rows as pytest's parameters, each once, named by the first key that it stands under."""
+    """The rows as pytest's parameters, without duplicates, each named by its first key."""
     found: dict[str, Any] = {}
     for key, rows in table.items():
         for number, row in enumerate(rows):

@@ -1,4 +1,4 @@
-"""The placement `cached` as the contract runs it: what a live teacher answered, through a cache's files."""
+"""The placement `cached` for the contract tests: a live teacher's outputs, written to a cache and read back."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from distiller.cache.layout import Layout
 from distiller.cache.shards import Shard, write_shard
 from distiller.cache.writing import Batching, CacheWriter
 from distiller.distributed.ranks import Ranks
-from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
 from distiller.teachers.cached import CachedTeacher
 from tests.toy_task import Sequences
 
 
 class FromFiles(Teacher):
-    """Asks a live teacher, writes the answers, and hands `CachedTeacher` what it reads of them."""
+    """Writes a live teacher's outputs to a cache, and reads them by `CachedTeacher`."""
 
     def __init__(self, live: Teacher, network: Network, setup: Setup) -> None:
         self.live, self.cached = live, CachedTeacher(network, setup)
@@ -46,12 +46,14 @@ class FromFiles(Teacher):
         self.live.close()
 
 
-def fill_cache(folder: Path, task: Task[Any, Any], teacher: Teacher, batch_size: int, device: torch.device) -> Layout:
+def fill_cache(
+    folder: Path, task: Cacheable[Any, Any], teacher: Teacher, batch_size: int, device: torch.device
+) -> Layout:
     """A cache of the toy sequences, in files of eight samples. Communicates."""
     folder.mkdir(parents=True, exist_ok=True)
     ranks = Ranks.join(device)
     layout = Layout(num_samples=16, draws=1, per_shard=8, seed=0)
     filling = CacheWriter(folder, task, teacher, Sequences(), Batching(batch_size, 1, 0), ranks)
-    ranks.wait()
+    ranks.barrier()
     filling.fill(layout, filling.missing(layout))
     return layout

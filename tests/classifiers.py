@@ -40,7 +40,7 @@ def vit_config(**changes: Any) -> ViTConfig:
 
 
 def save_classifier(folder: Path, config: Any, seed: int = 0) -> Path:
-    """Random weights; running statistics are not those of a new layer, so that it shows when they are not read."""
+    """Random weights; running statistics differ from a new layer's, so that not reading them is noticed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForImageClassification.from_config(config)
@@ -60,7 +60,7 @@ def save_classifier(folder: Path, config: Any, seed: int = 0) -> Path:
 
 
 def save_pictures(folder: Path, count: int = 10) -> Path:
-    """`count` noisy pictures of each class, in a colour of its own, of different sizes."""
+    """`count` noisy pictures of each class, each class in its own colour, in different sizes."""
     generator = np.random.default_rng(0)
     for number, name in enumerate(LABELS):
         (folder / name).mkdir(parents=True)

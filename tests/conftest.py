@@ -1,4 +1,4 @@
-"""What every tier shares."""
+"""Environment variables and fixtures of all tests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-# Read by OpenMP and by torch at import: spinning threads beside other ranks cost an order of magnitude.
+# Read by OpenMP and torch at import. Threads that spin while other ranks need the core slow tests down tenfold.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -17,7 +17,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _fresh_accelerate_state() -> Iterator[None]:
-    """Accelerate keeps process-wide singletons; each test builds its own."""
+    """Resets Accelerate's process-wide singletons after each test."""
     yield
     if "accelerate.state" in sys.modules:
         from accelerate.state import AcceleratorState, GradientState

@@ -1,4 +1,4 @@
-"""What the keys of caches and stages are made of, and rows that change one thing that they depend on."""
+"""The fields of the keys of caches and stages, and rows that each change one thing that they depend on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tables of a cache's key have in common: a change of the recipe or of its files, and the fields that move."""
+"""Helpers of the tables of a cache's key: a change of the recipe or its files, and the fields that differ then."""
 
 from __future__ import annotations
 

@@ -28,10 +28,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language.batch import LanguageBatch, collate
-from distiller.language.behaviour_probe import MOST_PARAMETERS, small_config
-from distiller.language.continuing import teachers_hidden
-from distiller.language.model_spec import ModelSpec, new_model
+from distiller.language.data.batch import LanguageBatch, collate
+from distiller.language.generation import teachers_hidden
+from distiller.language.model.behaviour_probe import MOST_PARAMETERS, small_config
+from distiller.language.model.spec import ModelSpec, new_model
 from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm
 

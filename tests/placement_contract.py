@@ -1,4 +1,4 @@
-"""What every placement must answer and train like, on however many ranks: the functions that contract tests run."""
+"""The contract of every placement, on any number of ranks: outputs and training results that tests compare."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def placement_of(case: str) -> str:
 
 
 def open_case(case: str, network: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", **more: Any):
-    """The teacher of a case, with whatever ranks there are."""
+    """The teacher of a case, on the ranks that exist."""
     options = CASES[case]
     if options.get("rank") == -1:
         options = options | {
@@ -85,7 +85,7 @@ def requests_of(rank: int, step: int, num_modules: int, device: str = "cpu") -> 
 def answers(
     teacher: Any, rank: int, num_modules: int, num_steps: int = 3, device: str = "cpu", autocast: bool = True
 ) -> list[np.ndarray]:
-    """All outputs of some steps, flat; asked under the caller's autocast but for the first, which changes nothing."""
+    """All outputs of some steps, flattened; those after the first under autocast, which must change nothing."""
     steps = []
     for step in range(num_steps):
         with torch.autocast(device.partition(":")[0], torch.bfloat16, enabled=autocast and step > 0):

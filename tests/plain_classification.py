@@ -145,7 +145,7 @@ def take_layers(student: Any, teacher: Any, depths: list[int]) -> None:
     stages = teacher.config.depths if len(depths) > 1 else [teacher.config.num_hidden_layers]
     numbers, first = [], 0
     for wanted, there in zip(depths, stages, strict=True):
-        # One alone is the last: it gives what the next stage is used to.
+        # A single layer is the last: its outputs are what the next stage was trained on.
         places = [round(i * (there - 1) / (wanted - 1)) for i in range(wanted)] if wanted > 1 else [0]
         numbers += [first + place for place in places]
         first += there
@@ -215,7 +215,7 @@ class Plain(nn.Module):
 
 
 def train_plainly(recipe: Any, teacher: Any = None) -> tuple[Trained, dict[str, Tensor]]:
-    """What a run of this recipe comes to, and what it begins with."""
+    """The results of a run of this recipe, and its first weights."""
     with torch.random.fork_rng(devices=[]):
         teacher = teacher or AutoModelForImageClassification.from_pretrained(recipe.teacher.path, dtype=torch.float32)
         plain = Plain(recipe, teacher)
@@ -242,7 +242,7 @@ def train_teacher(recipe: Any) -> Any:
 
 
 class _Optim:
-    """AdamW's own defaults under a warm-up and a cosine."""
+    """AdamW with its defaults, under a warm-up and a cosine schedule."""
 
     betas, eps, schedule = (0.9, 0.999), 1e-8, "cosine"
 

@@ -151,8 +151,8 @@ def divergence_from_stored(recipe: Any, logits: Tensor, log_q: Tensor, first_dra
     steps = (torch.arange(cache.samples) + first_draws[:, None]) / cache.samples
     cumulative = outside.cumsum(1)
     drawn = torch.searchsorted(cumulative, steps * cumulative[:, -1:], right=True).clamp(max=p.shape[1] - 1)
-    said = (head * log_q.gather(1, ids)).sum(1) + (tail / cache.samples * log_q.gather(1, drawn)).sum(1)
-    return -entropy - said
+    cross_term = (head * log_q.gather(1, ids)).sum(1) + (tail / cache.samples * log_q.gather(1, drawn)).sum(1)
+    return -entropy - cross_term
 
 
 class Plain(nn.Module):
@@ -231,7 +231,7 @@ def run(model: Any, tokens: Tensor, blocks: tuple[int, ...]) -> tuple[Tensor, li
 
 
 def train_plainly(recipe: Any) -> tuple[Trained, dict[str, Tensor]]:
-    """What a run of this recipe comes to, and what it begins with."""
+    """The results of a run of this recipe, and its first weights."""
     with torch.random.fork_rng(devices=[]):
         plain = Plain(recipe)
         first = {name: value.clone() for name, value in plain.state_dict().items()}

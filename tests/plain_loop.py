@@ -21,7 +21,7 @@ SampleKey = tuple[int, int]
 
 @dataclass(frozen=True)
 class LossOf:
-    """A loss summed over what it is averaged over later (tokens or samples), the number of those, and its terms."""
+    """A loss summed over tokens or samples, their number, and the loss's terms."""
 
     total: Tensor
     count: int
@@ -87,7 +87,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Reads the gradients that there are, and zeroes none."""
+        """Steps the parameters that have gradients; does not zero gradients."""
         self.step_number += 1
         first_beta, second_beta = self.optim.betas
         for parameter, (first, second) in zip(self.parameters, self.moments, strict=True):

@@ -1,4 +1,4 @@
-"""`accelerate config` answered by a program: its own questions, its own file."""
+"""Answers `accelerate config`'s questions by program, and returns the file that it writes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ QUESTIONNAIRES: dict[str, dict[str, str]] = {
     "ddp-bf16": {**MULTI_GPU, "mixed precision": "bf16"},
     **{f"zero{stage}": {**DEEPSPEED, "ZeRO optimization stage": str(stage)} for stage in (1, 2, 3)},
     "zero2-offload": {**DEEPSPEED, "ZeRO optimization stage": "2", "Where to offload optimizer": "cpu"},
-    # Parameters are asked about for every stage, and DeepSpeed has it for the third alone.
+    # It asks about offload of parameters for every stage; DeepSpeed has it for stage 3 only.
     "zero2-parameters": {**DEEPSPEED, "ZeRO optimization stage": "2", "Where to offload parameters": "cpu"},
     # Return, where class names are asked for, is an empty text.
     "fsdp1": {**FSDP, "FSDP version": "1", "layer class names": ""},

@@ -99,7 +99,7 @@ def write_images(folder: Path) -> None:
 
 
 def forget_accelerator() -> None:
-    """Lets one test build several."""
+    """Resets Accelerate, so that one test can build several Accelerators."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

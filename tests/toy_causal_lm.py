@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
-from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
+from distiller.language.data.batch import IGNORED, LanguageBatch, TokenSample, collate
 from tests import toys
 
 WORDS = (

@@ -147,5 +147,5 @@ def setup(dtype: torch.dtype = torch.float32, device: str = "cpu", under_deepspe
 
 @cache
 def _ranks(device: str) -> Ranks:
-    # Making groups takes longer than what most tests do with them.
+    # Making process groups takes longer than most tests.
     return Ranks.join(torch.device(device))

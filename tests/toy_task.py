@@ -21,7 +21,8 @@ from distiller.data import rng
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.distributed.ranks import Ranks
 from distiller.student_state.factory import open_state
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import CacheableWhole
 from distiller.tasks.micro_batch import LiveCollation
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
@@ -47,7 +48,7 @@ class Sequences(Dataset[tuple[int, Tensor]]):
 
 
 class LinearTeacher(Teacher):
-    """Answers with a fixed linear map and counts its calls."""
+    """A teacher that applies a fixed linear map and counts its calls."""
 
     def __init__(self) -> None:
         self.weight, self.num_calls = rng.noise(9, 0, 0, (DIM, DIM)), 0
@@ -70,19 +71,15 @@ class ToyStudent(TrainedStudent):
         return self.model(input)
 
 
-class ToyTask(Task[Batch, Any]):
+class ToyTask(CacheableWhole[Batch, Any]):
     """What the two toy tasks share: 16 samples, a live teacher, nothing to export."""
 
     num_samples = 16
     data_digest = "toy"
-    sample_suffixes = (".txt",)
     needs_live_teacher = True
     _wanted = ("output",)
 
-    def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        return False
-
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> Sequences:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> Sequences:
         return Sequences()
 
     def student_skeleton(self) -> TrainedStudent:
@@ -106,6 +103,9 @@ class ToyTask(Task[Batch, Any]):
     def wanted(self) -> tuple[str, ...]:
         return self._wanted
 
+    def data_settings(self) -> dict[str, Any]:
+        return {}
+
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         return {}
 
@@ -119,18 +119,6 @@ class ToyTask(Task[Batch, Any]):
         return self.count(batch)
 
     def export(self, state: Any, folder: Path) -> None:
-        raise AssertionError
-
-    def write_samples(self, run_dir: Path, teacher: Teacher | None, accelerator: Accelerator) -> None:
-        raise AssertionError
-
-    def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        raise AssertionError
-
-    def missed_gate(self, report: Any) -> str | None:
-        raise NotImplementedError
-
-    def sample(self, run_dir: Path, prompts: Any, seed: int, device: torch.device, output: Path) -> None:
         raise AssertionError
 
 

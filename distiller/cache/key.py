@@ -11,12 +11,12 @@ import torch
 from distiller.config.recipe import Recipe
 from distiller.errors import shown
 from distiller.storage.stages import digest_files
-from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable
 
 FORMAT = 1
 
 
-def content_key(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
+def content_key(recipe: Recipe, task: Cacheable[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Everything that a stored output depends on, as JSON can hold it. Reads the teacher's files for their digest.
 
     What only decides which outputs are asked for when (order, world size, batch size) is not in it; nor are the

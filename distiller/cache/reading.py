@@ -14,7 +14,7 @@ from distiller.cache.layout import Layout, shard_name
 from distiller.cache.shards import Shard
 from distiller.data.order import SampleKey
 from distiller.errors import RunError, UserError
-from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
 
@@ -59,7 +59,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
 class CachedCollation:
     """The loader's `collate_fn`."""
 
-    task: Task[Any, Any]
+    task: Cacheable[Any, Any]
 
     def __call__(self, samples: Sequence[tuple[Any, Outputs]]) -> MicroBatch:
         batch = self.task.collate([sample for sample, _ in samples])

@@ -27,7 +27,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.stage_folders import CACHED_STAGES
-from distiller.tasks.base import Task
+from distiller.tasks.interfaces import Cacheable
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch
 from distiller.teachers.base import Outputs, Teacher
 
@@ -71,7 +71,7 @@ class CacheWriter:
     def __init__(
         self,
         folder: Path,
-        task: Task[Any, Any],
+        task: Cacheable[Any, Any],
         teacher: Teacher,
         data: Dataset[Any],
         batching: Batching,
@@ -89,7 +89,7 @@ class CacheWriter:
         num_bytes = sum(tensor.nbytes for sample in samples for tensor in sample.values())
         tokens = sum(self._task.tokens(micro.batch) for micro in batches)
         names = frozenset(samples[0])
-        return self._ranks.from_main(lambda: Measured(num_bytes / len(samples), num_bytes / tokens, names))
+        return self._ranks.broadcast_from_main(lambda: Measured(num_bytes / len(samples), num_bytes / tokens, names))
 
     def missing(self, layout: Layout) -> list[int]:
         """The shards that have to be made, as rank 0 sees the folder. Communicates."""
@@ -98,7 +98,7 @@ class CacheWriter:
             there = set(os.listdir(self._folder))
             return [shard for shard in range(layout.num_shards) if shard_name(shard) not in there]
 
-        return self._ranks.from_main(look)
+        return self._ranks.broadcast_from_main(look)
 
     def fill(self, layout: Layout, missing: Sequence[int]) -> None:
         """Makes these shards; returns when all ranks' are on the disk. Communicates."""
@@ -135,7 +135,7 @@ class CacheWriter:
                     written = writer.submit(write_shard, self._folder / shard_name(shard), of_shard)
             if written is not None:
                 written.result()
-        ranks.wait()
+        ranks.barrier()
 
     def _groups(self, groups: Collection[Sequence[SampleKey]]) -> Iterator[list[MicroBatch]]:
         """Micro-batches of each group, on the device."""

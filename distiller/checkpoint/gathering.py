@@ -33,7 +33,7 @@ def whole_on_main(snapshot: Snapshot, shapes: Mapping[str, tuple[int, ...]], ran
     allocated = ranks.all_succeed(lambda: allocate() if ranks.is_main else None)
     if allocated is None:
         for part in snapshot.parts():
-            dist.send(part, 0, ranks.everyone)
+            dist.send(part, 0, ranks.world_group)
         return {}
     whole, buffer = allocated
     for rank, entries in enumerate(entries_of_ranks):
@@ -62,7 +62,7 @@ def _receive(entries: list[SnapshotEntry], buffer: Tensor, rank: int, ranks: Ran
     remaining = _num_bytes(entries)
     while remaining:
         part = buffer[:remaining]
-        dist.recv(part, rank, ranks.everyone)
+        dist.recv(part, rank, ranks.world_group)
         yield part
         remaining -= len(part)
 

@@ -119,7 +119,7 @@ class Checkpoints:
         if self._average is not None:
             self._average.load(lambda name, start, count: reader.read("average", name, start, count))
         reader.close()
-        self._ranks.wait()
+        self._ranks.barrier()
         return progress.skipped_steps
 
     def saved_result(self, step: int) -> Path | None:
@@ -128,7 +128,7 @@ class Checkpoints:
         Communicates.
         """
         saved = self._folder / f"step-{step}"
-        return saved if self._ranks.from_main(saved.is_dir) else None
+        return saved if self._ranks.broadcast_from_main(saved.is_dir) else None
 
     def gathered_result(self) -> dict[str, Tensor]:
         """The trained student's whole tensors (CPU) on rank 0, {} on the others, without files.
@@ -159,7 +159,7 @@ class Checkpoints:
             return f"{target}: {error}"
         num_bytes = sum(self._ranks.gather(self._snapshot.num_bytes + _HEADER_BYTES))
         checkpoint = CheckpointTarget(target, self._keep, num_bytes)
-        failure = self._ranks.from_main(lambda: _create_folder(checkpoint))
+        failure = self._ranks.broadcast_from_main(lambda: _create_folder(checkpoint))
         return checkpoint if failure is None else failure
 
     def _start_writer(
@@ -192,7 +192,7 @@ class Checkpoints:
         if writer is None:
             return None
         failures = self._ranks.gather(writer.own_failure())
-        return self._ranks.from_main(lambda: writer.finish(failures))
+        return self._ranks.broadcast_from_main(lambda: writer.finish(failures))
 
     def _report_failure(self, failure: str) -> None:
         line = f"distiller: a checkpoint was not written, training goes on: {failure}; {self._newest_message()}"

@@ -32,9 +32,9 @@ from distiller.launch.deepspeed import is_deepspeed_launch
 from distiller.launch.fsdp import wrapped_classes
 from distiller.run_folder.output_dir import check_shared, check_shared_stages
 from distiller.storage.durable_writes import missing_durability
-from distiller.storage.folder_lock import hold
+from distiller.storage.folder_lock import lock_folder
 from distiller.storage.stage_folders import CACHED_STAGES
-from distiller.tasks.base import Task, line_of
+from distiller.tasks.interfaces import Cacheable, Staged, format_notice, missing_stage, notices_of
 from distiller.teachers import PLACEMENTS
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
@@ -54,6 +54,8 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     task = check_run(recipe, world_size(), is_deepspeed_launch())
     if not task.needs_live_teacher:
         raise UserError("distiller cache: this recipe's loss asks no live teacher, so there is nothing to keep of one")
+    if not isinstance(task, Cacheable):
+        raise UserError(f"distiller cache: the teacher's outputs of task.kind {recipe.task.kind} cannot be stored")
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, task.student_skeleton(), task.block_classes))
     accelerator, folder = world.accelerator, Path(recipe.teacher.cache or "")
     if compare and task.cached_form()["kind"] == "whole":
@@ -64,32 +66,33 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, ranks.world_size)
     last_step = last_step_of(recipe, plan)
     draws = (recipe.cache.draws or epochs_of(plan, last_step)) if task.has_draws else 1
-    for notice in (*world.notices, *task.notices()):
-        accelerator.print(line_of(notice))
+    for notice in (*world.notices, *notices_of(task)):
+        accelerator.print(format_notice(notice))
     if was_cached:
         accelerator.print("note: teacher.placement=cached is for training; here the teacher's place is chosen (auto)")
     setup = resolve_placement(task.network, Setup(dtype, recipe.teacher, ranks, world.engine.startswith("deepspeed")))
     check_same_data(task, ranks)
-    is_missing = ranks.all_succeed(lambda: task.missing_stage(dtype) is not None)
+    is_missing = ranks.all_succeed(lambda: missing_stage(task, dtype) is not None)
     check_shared_stages(recipe, is_missing, ranks)
 
     started = time.perf_counter()
     # Before the key: a teacher that is trained first has no weights until then.
-    task.prepare_stages(ranks, dtype)
+    if isinstance(task, Staged):
+        task.prepare_stages(ranks, dtype)
     key: dict[str, Any] = {}
     if not compare:
-        key = ranks.from_main(lambda: _claimed_key(folder, recipe, task, dtype))
+        key = ranks.broadcast_from_main(lambda: _claimed_key(folder, recipe, task, dtype))
         check_shared(folder, ranks, "teacher.cache")
-        if (missing := ranks.from_main(lambda: missing_durability(folder))) is not None:
+        if (missing := ranks.broadcast_from_main(lambda: missing_durability(folder))) is not None:
             accelerator.print(f"note: {missing}")
-        if not repair and ranks.from_main(lambda: _is_complete(folder, key, task, draws)):
-            ranks.from_main(lambda: _keep_stages(folder, task, dtype))
+        if not repair and ranks.broadcast_from_main(lambda: _is_complete(folder, key, task, draws)):
+            ranks.broadcast_from_main(lambda: _keep_stages(folder, task, dtype))
             accelerator.print(f"{folder} is complete already; nothing to do (--repair reads all of it, and mends it)")
             accelerator.end_training()
             return
     teacher = PLACEMENTS[setup.options.placement](task.network, setup)
-    ranks.wait()
-    data = task.run_stages(ranks, teacher)
+    ranks.barrier()
+    data = task.load_data(ranks, teacher)
     if compare:
         _compare(task, teacher, data, recipe, ranks)
         teacher.close()
@@ -101,7 +104,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)
     per_shard = evenly(task.num_samples, draws, max(math.ceil(files), ranks.world_size), batching.samples)
     wanted = Layout(task.num_samples, draws, per_shard, recipe.seed)
-    layout = ranks.from_main(lambda: plan_layout(folder, key, wanted, measured.names))
+    layout = ranks.broadcast_from_main(lambda: plan_layout(folder, key, wanted, measured.names))
     if repair:
         mine = range(ranks.rank, layout.num_shards, ranks.world_size)
         for names in ranks.gather(ranks.all_succeed(lambda: remove_damaged(folder, layout, mine, measured.names))):
@@ -110,18 +113,18 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     missing = filling.missing(layout)
     accelerator.print(_described(task, layout, measured, len(missing)))
     still = sum(layout.size_of(shard) for shard in missing) * measured.bytes_per_sample
-    ranks.from_main(lambda: check_room(folder, still))
-    ranks.from_main(lambda: _keep_stages(folder, task, dtype))
+    ranks.broadcast_from_main(lambda: check_room(folder, still))
+    ranks.broadcast_from_main(lambda: _keep_stages(folder, task, dtype))
     filling.fill(layout, missing)
     if ranks.is_main:
         seconds = time.perf_counter() - started
         _finish(folder, key, task, layout, measured, recipe, world, setup.options.placement, seconds)
     teacher.close()
-    ranks.wait()
+    ranks.barrier()
     accelerator.end_training()
 
 
-def _compare(task: Task[Any, Any], teacher: Teacher, data: Dataset[Any], recipe: Recipe, ranks: Ranks) -> None:
+def _compare(task: Cacheable[Any, Any], teacher: Teacher, data: Dataset[Any], recipe: Recipe, ranks: Ranks) -> None:
     """Asks for the first rows of the first epoch, on every rank alike, and prints rank 0's figures."""
     order, size = sample_order(recipe.seed, 0, task.num_samples), recipe.train.batch_size
     batches, num_counted = [], 0
@@ -134,7 +137,7 @@ def _compare(task: Task[Any, Any], teacher: Teacher, data: Dataset[Any], recipe:
     if ranks.is_main:
         figures = task.compare_forms(batches, outputs)
         print(f"over {num_counted:,} counted tokens of the recipe's own data, beside the live teacher:\n{figures}")
-    ranks.wait()
+    ranks.barrier()
 
 
 def _with_live_teacher(recipe: Recipe) -> tuple[Recipe, bool]:
@@ -144,18 +147,18 @@ def _with_live_teacher(recipe: Recipe) -> tuple[Recipe, bool]:
     return recipe.model_copy(update={"teacher": recipe.teacher.model_copy(update={"placement": "auto"})}), True
 
 
-def _claimed_key(folder: Path, recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
+def _claimed_key(folder: Path, recipe: Recipe, task: Cacheable[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
     key = content_key(recipe, task, dtype)
     claim(folder, key)
     try:
-        hold(folder, "teacher.cache")
+        lock_folder(folder, "teacher.cache")
     except OSError as error:
         raise UserError(f"teacher.cache: {folder} cannot be written ({error.strerror}); give another folder") from error
     remove_partial(folder)
     return key
 
 
-def _is_complete(folder: Path, key: Mapping[str, Any], task: Task[Any, Any], draws: int) -> bool:
+def _is_complete(folder: Path, key: Mapping[str, Any], task: Cacheable[Any, Any], draws: int) -> bool:
     """Whether the cache is whole and has what this recipe asks of it; UserError where it is whole and has not."""
     if not (folder / MANIFEST_FILE).is_file():
         return False
@@ -163,9 +166,9 @@ def _is_complete(folder: Path, key: Mapping[str, Any], task: Task[Any, Any], dra
     return True
 
 
-def _keep_stages(folder: Path, task: Task[Any, Any], dtype: torch.dtype) -> None:
+def _keep_stages(folder: Path, task: Cacheable[Any, Any], dtype: torch.dtype) -> None:
     """Puts what the outputs belong to beside them, so that the folder can be moved and read from any output_dir."""
-    for stage in task.kept_stages(dtype):
+    for stage in task.kept_stages(dtype) if isinstance(task, Staged) else ():
         try:
             if stage.is_complete:
                 stage.copy_into(folder / CACHED_STAGES)
@@ -173,7 +176,7 @@ def _keep_stages(folder: Path, task: Task[Any, Any], dtype: torch.dtype) -> None
             raise RunError(f"teacher.cache: {stage.folder} cannot be copied into {folder} ({error})") from error
 
 
-def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:
+def _described(task: Cacheable[Any, Any], layout: Layout, measured: Measured, num_missing: int) -> str:
     of_draws = f" x {layout.draws} draws" if task.has_draws else ""
     mib = layout.num_items * measured.bytes_per_sample / 2**20
     return (
@@ -186,7 +189,7 @@ def _described(task: Task[Any, Any], layout: Layout, measured: Measured, num_mis
 def _finish(
     folder: Path,
     key: Mapping[str, Any],
-    task: Task[Any, Any],
+    task: Cacheable[Any, Any],
     layout: Layout,
     measured: Measured,
     recipe: Recipe,

@@ -15,7 +15,7 @@ from distiller.launch.compile import check_compile
 from distiller.launch.fsdp import check_offload, check_sharding, fsdp_of_file, wrapped_classes
 from distiller.launch.request import LaunchRequest, deepspeed_settings, read_launch_file
 from distiller.run_folder.output_dir import check_output_dir, is_finished_by_files
-from distiller.tasks.base import line_of
+from distiller.tasks.interfaces import Checkable, default_recipe, format_notice, notices_of
 
 
 def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None:
@@ -50,16 +50,16 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
         raise
     plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     # A run's folder holds the recipe with the teacher's defaults.
-    if check_output_dir(task.with_defaults(recipe), resume, last_step_of(recipe, plan)):
+    if check_output_dir(default_recipe(task, recipe), resume, last_step_of(recipe, plan)):
         print(finished)
         return
     if fsdp is not None:
         wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
-    looked = task.look_at_samples()
+    looked = task.check_samples() if isinstance(task, Checkable) else None
     if warning is not None:
         print(f"warning: {warning}")
-    for notice in task.notices():
-        print(line_of(notice))
+    for notice in notices_of(task):
+        print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")
 

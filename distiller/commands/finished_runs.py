@@ -15,6 +15,7 @@ from distiller.errors import QualityGateError, UserError
 from distiller.export import export_checkpoint, find_checkpoint
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
+from distiller.tasks.interfaces import Evaluable, Samplable
 
 
 def evaluate(given: Path, overrides: list[str]) -> None:
@@ -24,6 +25,8 @@ def evaluate(given: Path, overrides: list[str]) -> None:
     """
     run, device = open_run(given, "evaluate", overrides), best_device()
     task = build_task(run.recipe)
+    if not isinstance(task, Evaluable):
+        raise UserError(f"distiller evaluate: task.kind {run.recipe.task.kind} has no evaluation")
     summary_file = run.folder / SUMMARY_FILE
     try:
         summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
@@ -45,6 +48,8 @@ def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, out
     """Writes teacher and student side by side for these prompts, into a new file of the run's folder by default."""
     run = open_run(given, "sample", overrides)
     task = build_task(run.recipe)
+    if not isinstance(task, Samplable):
+        raise UserError(f"distiller sample: task.kind {run.recipe.task.kind} shows no samples")
     target = output or _free_file(run.folder / f"samples{task.sample_suffixes[0]}")
     if target.suffix.lower() not in task.sample_suffixes or not os.path.isdir(target.parent):
         suffixes = ", ".join(sorted(task.sample_suffixes))

@@ -17,14 +17,15 @@ from distiller.checkpoint.format import SessionTotals
 from distiller.config.recipe import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.distributed.process import is_main_process, world_size
-from distiller.distributed.shutdown import NO_STOPS, Stops
+from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals
 from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.export import export_run
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.deepspeed import is_deepspeed_launch
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
-from distiller.storage.folder_lock import tidy
+from distiller.storage.folder_lock import remove_lock_file
+from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import Outcome, Run
 from distiller.training.loop import train as run_loop
 from distiller.training.tracking import GIB, last_metrics
@@ -33,7 +34,7 @@ DRY_RUN_STEPS = 3
 FLOAT32_BYTES = 4
 
 
-def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
+def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) -> None:
     """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished.
 
     StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
@@ -46,12 +47,12 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         return
     start_trackers(run)
     try:
-        with stops.deferred():
+        with stops.deferring():
             if run.first_step <= run.last_step:
                 outcome = run_loop(run, stops)
             else:
                 # The loop had ended, and what follows it was cut short.
-                metrics = run.ranks.from_main(lambda: last_metrics(run_dir))
+                metrics = run.ranks.broadcast_from_main(lambda: last_metrics(run_dir))
                 outcome = Outcome(metrics, SessionTotals(num_sessions=1))
             export_run(run)
     except AgreedError:
@@ -64,12 +65,13 @@ def train(recipe: Recipe, resume: bool, stops: Stops = NO_STOPS) -> None:
         raise
     finally:
         run.tracker.close_bar()
-    run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
+    if isinstance(run.task, Samplable):
+        run.task.write_samples(run_dir, run.live_teacher, run.accelerator)
     if run.accelerator.is_main_process:
         _write_summary(run, outcome)
     _leave(run)
-    if outcome.lost is not None:
-        raise CheckpointError(f"{outcome.lost}; the student is complete, in {run_dir / 'student'}")
+    if outcome.save_error is not None:
+        raise CheckpointError(f"{outcome.save_error}; the student is complete, in {run_dir / 'student'}")
 
 
 def start_trackers(run: Run) -> None:
@@ -144,7 +146,7 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     return shortened.model_copy(
         update={
             "output_dir": str(folder),
-            "cache_dir": str(recipe.stages_dir.own) if is_cached else None,
+            "cache_dir": str(recipe.stages_dir.primary) if is_cached else None,
             "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
             "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
             "checkpoint": recipe.checkpoint.model_copy(
@@ -187,7 +189,7 @@ def _leave(run: Run) -> None:
     if run.teacher is not None:
         run.teacher.close()
     # Rank 0 may have drawn samples for an hour.
-    run.ranks.wait()
+    run.ranks.barrier()
     if run.ranks.is_main:
-        tidy(Path(run.recipe.output_dir))
+        remove_lock_file(Path(run.recipe.output_dir))
     run.tracker.close()

@@ -9,11 +9,16 @@ from pydantic import Field, model_validator
 from distiller.config.recipe import Cache, Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch
 
+DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"]
+"""The names in `distiller.language.loss.divergences.DIVERGENCES`, which imports torch."""
+SAMPLED_KINDS: tuple[DivergenceKind, ...] = ("forward_kl",)
+"""Those of them that ids drawn from the teacher estimate (`Divergence.can_be_sampled`)."""
+
 
 class DivergenceLoss(Section):
     """How far the student's next-token distribution is from the teacher's, summed over tokens."""
 
-    kind: Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"] = Field(
+    kind: DivergenceKind = Field(
         default="forward_kl", description="jsd = generalised Jensen-Shannon; the skewed ones compare with a mixture"
     )
     temperature: PositiveFloat = Field(default=1.0, description="of both softmaxes; the term carries its square")
@@ -191,10 +196,10 @@ class LanguageRecipe(RecipeOf[LanguageOptions, LanguageStudent, LanguageData, La
     @model_validator(mode="after")
     def _no_contradictions_of_language(self) -> LanguageRecipe:
         features, kind = self.task.losses.features, self.task.losses.divergence.kind
-        if self.teacher.cache is not None and self.cache.is_drawn and kind != "forward_kl":
+        if self.teacher.cache is not None and self.cache.is_drawn and kind not in SAMPLED_KINDS:
             raise ValueError(
-                f"cache.form={self.cache.form} estimates forward_kl alone, given task.losses.divergence.kind={kind}; "
-                "choose cache.form=hidden, which is exact for all of them, or topk"
+                f"cache.form={self.cache.form} estimates {' and '.join(SAMPLED_KINDS)} alone, given "
+                f"task.losses.divergence.kind={kind}; choose cache.form=hidden, which is exact for all of them, or topk"
             )
         features.check_pairs()
         return self

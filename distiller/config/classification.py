@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, final
 
 from pydantic import Field, model_validator
 
@@ -13,6 +13,7 @@ Share = Annotated[Float, Field(ge=0, le=1)]
 Augmentation = Literal["none", "crop", "crop-flip"]
 
 
+@final
 class DistillationLoss(Section):
     """alpha x T^2 x KL(teacher || student at temperature T) + (1 - alpha) x cross-entropy with the labels."""
 
@@ -20,6 +21,7 @@ class DistillationLoss(Section):
     temperature: PositiveFloat = Field(default=4.0, description="T, of both softmaxes in the divergence")
 
 
+@final
 class ClassificationLosses(Section):
     """The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."""
 
@@ -27,6 +29,7 @@ class ClassificationLosses(Section):
     features: FeatureLoss = FeatureLoss()
 
 
+@final
 class ClassificationOptions(TaskOptions):
     """What is learnt, for image classifiers."""
 
@@ -39,6 +42,7 @@ class ClassificationOptions(TaskOptions):
     )
 
 
+@final
 class ClassificationStudent(Section):
     """The trained network: exactly one of config, path, or the teacher's own layers (num_layers or depths)."""
 
@@ -69,6 +73,7 @@ class ClassificationStudent(Section):
         return self
 
 
+@final
 class ClassificationData(Data):
     """What is learnt from: pictures with their classes."""
 
@@ -98,6 +103,7 @@ class ClassificationData(Data):
         return self
 
 
+@final
 class TeacherTraining(Section):
     """The stage in which the teacher is trained on the labels, where its folder holds a config and no weights."""
 
@@ -113,6 +119,7 @@ class TeacherTraining(Section):
     seed: Annotated[NonNegative, Field(lt=2**63)] = Field(default=0, description="of its weights, order and crops")
 
 
+@final
 class ClassificationEvaluation(Section):
     """What `evaluate` measures, on the pictures that were held out."""
 
@@ -123,6 +130,7 @@ class ClassificationEvaluation(Section):
     )
 
 
+@final
 class ClassificationRecipe(
     RecipeOf[ClassificationOptions, ClassificationStudent, ClassificationData, ClassificationEvaluation]
 ):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, final
 
 from pydantic import Field, model_validator
 
@@ -14,11 +14,12 @@ ValueT = TypeVar("ValueT")
 
 
 def filled(value: ValueT | None) -> ValueT:
-    """A key's value where None means the pipeline's own, which the task has filled in (`with_pipeline_defaults`)."""
+    """The value of a key whose None the task has replaced by the pipeline's default (`with_pipeline_defaults`)."""
     assert value is not None, "the task works on the recipe that with_pipeline_defaults returns"
     return value
 
 
+@final
 class PredictionLoss(Section):
     """Distance between the student's and the teacher's prediction: the flow's velocity, the noise, or v."""
 
@@ -29,12 +30,14 @@ class PredictionLoss(Section):
     )
 
 
+@final
 class TrueDataLoss(Section):
     """Distance to what the data's own x_0 and noise say (for a flow: noise - x_0); needs images or latents."""
 
     weight: Weight = Field(default=0.0, description="of this term in the sum; 0 = off")
 
 
+@final
 class Losses(Section):
     """The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."""
 
@@ -43,6 +46,7 @@ class Losses(Section):
     true_data: TrueDataLoss = TrueDataLoss()
 
 
+@final
 class Timesteps(Section):
     """How the noise level in (0, 1) of each sample is drawn: sigma, or the share of the schedule. Times 1000: t."""
 
@@ -59,6 +63,7 @@ class Timesteps(Section):
     )
 
 
+@final
 class Guidance(Section):
     """Classifier-free guidance distillation: the student learns u + scale * (c - u) in one forward pass."""
 
@@ -69,6 +74,7 @@ class Guidance(Section):
     negative_prompt: str = Field(default="", description="of the unconditional pass")
 
 
+@final
 class DiffusionOptions(TaskOptions):
     """What is learnt, for diffusion teachers."""
 
@@ -101,6 +107,7 @@ class DiffusionOptions(TaskOptions):
         return filled(self.num_frames), filled(self.height), filled(self.width)
 
 
+@final
 class Sampling(Section):
     """How pictures are drawn: by the rollout, by `evaluate` and by `sample`, with the teacher's own scheduler."""
 
@@ -124,6 +131,7 @@ class Sampling(Section):
         return scale, self.guidance_scale_2 or scale
 
 
+@final
 class Rollout(Section):
     """The stage in which the teacher draws its own samples from the prompts."""
 
@@ -136,6 +144,7 @@ class Rollout(Section):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="of the stored latents")
 
 
+@final
 class DiffusionStudent(Section):
     """The trained network: exactly one of config, path, or the teacher's own blocks (num_layers and so on)."""
 
@@ -163,6 +172,7 @@ class DiffusionStudent(Section):
         return self
 
 
+@final
 class DiffusionData(Data):
     """What is learnt from."""
 
@@ -173,6 +183,7 @@ class DiffusionData(Data):
     )
 
 
+@final
 class DiffusionEvaluation(Section):
     """What `evaluate` measures."""
 
@@ -189,6 +200,7 @@ class DiffusionEvaluation(Section):
     )
 
 
+@final
 class DiffusionRecipe(RecipeOf[DiffusionOptions, DiffusionStudent, DiffusionData, DiffusionEvaluation]):
     """A whole run, but for processes and the student's sharding, which are the launch file's."""
 

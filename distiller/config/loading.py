@@ -42,7 +42,7 @@ ALTERNATIVES = (
         ),
     ),
 )
-"""Ways to say one thing, each a tuple of keys, of which a recipe uses one."""
+"""Alternative settings, each a tuple of keys; a recipe uses one tuple of each group."""
 
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
@@ -72,7 +72,7 @@ def load(recipe: str, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, str] = NOTHING) -> Recipe:
-    """Validates a mapping as a recipe of its task; UserError begins with what is to blame.
+    """Validates a mapping as a recipe of its task. UserError begins with the override or recipe that is wrong.
 
     Args:
         origin: the name of the recipe.
@@ -85,14 +85,17 @@ def parse(data: Mapping[str, Any], origin: str = "recipe", given: Mapping[str, s
         return RECIPES[kind].model_validate(data)
     except ValidationError as error:
         key, text = _first_problem(error)
-        raise UserError(f"{blamed(origin, given, key, text)}: {text}") from error
+        raise UserError(f"{error_source(origin, given, key, text)}: {text}") from error
 
 
-def blamed(origin: str, given: Mapping[str, str], key: str, text: str = "") -> str:
-    """What a message about a key begins with: the override that set it, or else the recipe.
+def error_source(origin: str, given: Mapping[str, str], key: str, text: str = "") -> str:
+    """What a message about a key begins with: the override that caused the error, or else the recipe.
 
     Args:
-        text: the message; of a contradiction between keys, which lies in none of them, it names them.
+        origin: the recipe's name.
+        given: the overrides, by their keys.
+        key: the wrong key; '' for a contradiction between keys.
+        text: the message, which names the keys of a contradiction.
     """
     at_key = [name for name in given if f"{key}.".startswith(f"{name}.")]
     in_text = [name for name in given if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.]*\w)", text)]
@@ -107,24 +110,24 @@ def dump(recipe: Recipe) -> str:
 
 
 def _kind_of(data: Mapping[str, Any], origin: str, given: Mapping[str, str]) -> str:
-    """What `task.kind` says, and where it is left out, what the teacher is.
+    """`task.kind`, or where it is left out, the teacher's kind.
 
-    Of a teacher that is not there, the first task that has all the recipe's keys, whose own checks then say what is
-    wrong with the path.
+    If the teacher does not exist, the first task that accepts all keys of the recipe: its own checks then report the
+    path.
     """
     task = data.get("task")
     if not isinstance(task, Mapping) or "kind" not in task:
-        found = kind_by_teacher(data.get("teacher"), blamed(origin, given, "teacher.path"))
-        return found or next((kind for kind, recipe in RECIPES.items() if _knows_keys(recipe, data)), "diffusion")
+        found = kind_by_teacher(data.get("teacher"), error_source(origin, given, "teacher.path"))
+        return found or next((kind for kind, recipe in RECIPES.items() if _accepts_keys(recipe, data)), "diffusion")
     kind = task["kind"]
     if not isinstance(kind, str) or kind not in RECIPES:
-        culprit = blamed(origin, given, "task.kind")
-        raise UserError(f"{culprit}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
-    check_kind(kind, data.get("teacher"), blamed(origin, given, "task.kind", "teacher.path"))
+        source = error_source(origin, given, "task.kind")
+        raise UserError(f"{source}: task.kind: given {shown(kind)}; it must be {' or '.join(map(repr, RECIPES))}")
+    check_kind(kind, data.get("teacher"), error_source(origin, given, "task.kind", "teacher.path"))
     return kind
 
 
-def _knows_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
+def _accepts_keys(recipe: type[Recipe], data: Mapping[str, Any]) -> bool:
     try:
         _reject_unknown_keys(recipe, recipe, data, "", "", NOTHING)
     except UserError:
@@ -138,7 +141,7 @@ def _with_kind(data: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def _apply(data: dict[str, Any], override: str) -> str:
-    """Sets what an override says, and returns its key."""
+    """Applies an override to the data, and returns its key."""
     key, separator, text = override.partition("=")
     parts = key.split(".")
     if not separator or not all(parts):
@@ -160,7 +163,7 @@ def _apply(data: dict[str, Any], override: str) -> str:
 
 
 def _drop_alternatives(data: dict[str, Any], given: Set[str]) -> None:
-    """An override replaces what the file says in another way: `student.num_layers=4` the file's `student.config`."""
+    """Removes the file's alternatives to an override: `student.num_layers=4` replaces `student.config`."""
     for ways in ALTERNATIVES:
         chosen = [way for way in ways if given.intersection(way)]
         others = [key for way in ways if way not in chosen for key in way] if chosen else []
@@ -178,15 +181,15 @@ def _reject_unknown_keys(
     given: Mapping[str, str],
 ) -> None:
     for key, value in data.items():
-        culprit = blamed(origin, given, f"{prefix}{key}")
+        source = error_source(origin, given, f"{prefix}{key}")
         if key not in model.model_fields:
-            raise UserError(f"{culprit}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
+            raise UserError(f"{source}: unknown key '{prefix}{key}'; {_nearest(recipe, model, str(key), prefix)}")
         section = _section_of(model, key)
         if section is None:
             continue
         if not isinstance(value, Mapping):
             names = ", ".join(section.model_fields)
-            raise UserError(f"{culprit}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
+            raise UserError(f"{source}: {prefix}{key} is a section with keys ({names}), given {shown(value)}")
         _reject_unknown_keys(recipe, section, value, f"{prefix}{key}.", origin, given)
 
 
@@ -212,7 +215,7 @@ def _nearest(recipe: type[Recipe], model: type[BaseModel], key: str, prefix: str
 
 def _has_key(recipe: type[Recipe], key: str) -> bool:
     """Whether the recipes of a task have this key, or a section of this name."""
-    return any(known == key or known.startswith(f"{key}.") for known in _all_keys(recipe))
+    return any(other == key or other.startswith(f"{key}.") for other in _all_keys(recipe))
 
 
 def _all_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
@@ -227,7 +230,7 @@ def _first_problem(error: ValidationError) -> tuple[str, str]:
     """The first wrong key, and one line on it: what stands there, and every form that it may have."""
     problems = error.errors(include_url=False)
     place = _place(problems[0])
-    # The members of a union fail one by one; those that came furthest say best what is wrong.
+    # Each member of a union reports its own error; those at the deepest location are the most specific.
     same = [problem for problem in problems if _place(problem)[: len(place)] == place]
     deepest = max(len(problem["loc"]) for problem in same)
     same = [problem for problem in same if len(problem["loc"]) == deepest]
@@ -265,7 +268,7 @@ def _rule(problem: Mapping[str, Any]) -> str:
 
 
 def _place(problem: Mapping[str, Any]) -> tuple[str | int, ...]:
-    """Where the problem lies, without the names of union members that pydantic puts there; users know no such key."""
+    """The key of the problem, without the names of union members that pydantic adds to it."""
     return tuple(
         part
         for part in problem["loc"]

@@ -8,7 +8,7 @@ the hardware in `distiller.build`.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, final
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ class TaskOptions(Section):
     kind: str = Field(description="which task; left out: the one that the teacher is of")
 
 
+@final
 class FeatureLoss(Section):
     """Distance between block outputs, through projections that are trained with the student."""
 
@@ -53,6 +54,7 @@ class Data(Section):
     max_samples: Positive | None = Field(default=None, description="only the first so many")
 
 
+@final
 class Train(Section):
     """How long, and how the global batch is split."""
 
@@ -83,6 +85,7 @@ class Train(Section):
         return self
 
 
+@final
 class Optim(Section):
     """AdamW and its learning-rate schedule."""
 
@@ -106,6 +109,7 @@ class Optim(Section):
     fused: Switch = Field(default=True, description="fused kernel; ZeRO with offload uses DeepSpeedCPUAdam instead")
 
 
+@final
 class Checkpoint(Section):
     """When the run can be continued from."""
 
@@ -120,12 +124,13 @@ class Checkpoint(Section):
     @model_validator(mode="before")
     @classmethod
     def _steps_alone(cls, given: Any) -> Any:
-        # Who asks for certain steps would else find them pushed out of the newest ones that are kept.
+        # Checkpoints by the clock would push those of the requested steps out of the newest that are kept.
         if isinstance(given, dict) and given.get("every_steps") is not None:
             return {"every_minutes": None} | given
         return given
 
 
+@final
 class Tracking(Section):
     """Where metrics go beside metrics.jsonl."""
 
@@ -192,8 +197,8 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     @property
     def stages_dir(self) -> StageFolders:
         """Where the keyed files of the stages before the loop lie."""
-        own = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
-        return StageFolders(own, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
+        primary = Path(self.cache_dir) if self.cache_dir else Path(self.output_dir) / "stages"
+        return StageFolders(primary, None if self.teacher.cache is None else Path(self.teacher.cache) / CACHED_STAGES)
 
     @property
     def stage_updates(self) -> int | None:
@@ -217,4 +222,4 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
 
 
 Recipe = RecipeOf[Any, Any, Any, Any]
-"""Of whatever task."""
+"""A recipe of any task."""

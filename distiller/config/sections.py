@@ -1,4 +1,4 @@
-"""What the recipe's sections are made of: the strict base class and the kinds of values. No torch."""
+"""The strict base class of the recipe's sections, and the types of their values. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which task a teacher is of, by the files in its folder. Reads JSON only, and imports no torch."""
+"""Which task a teacher belongs to, by the files in its folder. Reads JSON only, and imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from distiller.errors import UserError
 from distiller.storage.packaged_files import PACKAGE_PREFIX, local_path
@@ -14,8 +14,9 @@ from distiller.storage.packaged_files import PACKAGE_PREFIX, local_path
 INDEX, CONFIG = "model_index.json", "config.json"
 
 
+@final
 class Evidence(NamedTuple):
-    """What was found: the task's kind, None where it is of none that is known; and what it is, for messages."""
+    """The task's kind, None if it is none of ours; and a description for messages, None for no saved model."""
 
     kind: str | None
     what: str | None
@@ -58,14 +59,14 @@ def check_kind(kind: str, teacher: Any, origin: str) -> None:
 
 
 def _evidence(path: str, teacher: Mapping[str, Any], fetches: bool) -> Evidence | None:
-    """None where nothing is there."""
+    """The evidence on a teacher; None where its files cannot be had."""
     if path.startswith(PACKAGE_PREFIX) or path.endswith(".gguf"):
         return Evidence("causal_lm", "is a GGUF file")
     folder, revision, inside = local_path(path), teacher.get("revision"), teacher.get("subfolder") or ""
     if not os.path.exists(folder):
         if not fetches:
             return None
-        # The hub's library takes longer to import than all that reads recipes.
+        # Imported here: huggingface_hub takes longer to import than everything else that reads recipes.
         from distiller.storage.hub import download, looks_like_hub_id
 
         if not looks_like_hub_id(path):
@@ -73,7 +74,7 @@ def _evidence(path: str, teacher: Mapping[str, Any], fetches: bool) -> Evidence 
         try:
             folder = download("teacher", path, revision if isinstance(revision, str) else None, ["*.json"])
         except UserError:
-            # The task asks for the same files, and says so once it knows the rest of the recipe to be right.
+            # The task asks for the same files, and reports the error after the rest of the recipe is validated.
             return None
     return _of_folder(folder / str(inside))
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe
-from distiller.demo.digits import IMAGE_SIZE
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.drawing import scale_of
 from distiller.diffusion.family import Family
@@ -136,13 +135,3 @@ def _unlearnt_guidance(recipe: DiffusionRecipe) -> list[str]:
         "prompt alone: those without one, by which it is then guided, stay untrained; set "
         f"{keys}, and it learns guided predictions and draws in one pass, or task.condition_dropout=0.1"
     ]
-
-
-def check_judge(recipe: DiffusionRecipe) -> None:
-    """The judge of digits looks at pictures of one size."""
-    size = recipe.task.size[1:]
-    if recipe.evaluation.judge == "digits" and size != (IMAGE_SIZE, IMAGE_SIZE):
-        raise UserError(
-            f"evaluation.judge=digits looks at {IMAGE_SIZE} x {IMAGE_SIZE} pictures, given task.height {size[0]} "
-            f"and task.width {size[1]}; change them, or set it to none"
-        )

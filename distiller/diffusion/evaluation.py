@@ -21,6 +21,7 @@ from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.diffusion.conditions import Conditions
 from distiller.diffusion.drawing import draw, guided_predictor
 from distiller.diffusion.family import TEXT, Family
+from distiller.diffusion.judges import Judge
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.samples import draw_student, student_predictor, student_scales
@@ -28,8 +29,6 @@ from distiller.diffusion.text import embed
 from distiller.teachers.base import Request, Teacher
 
 NUM_BANDS = 4
-Judge = Callable[[np.ndarray], np.ndarray]
-"""uint8 pictures [N, H, W, 3] -> the label of each, [N]."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def compare(
         if judge is not None and labels is not None:
             wanted = np.asarray([labels[i] for i in part])
             for name, latents in (("teacher", theirs), ("student", ours)):
-                recognised[name] += (judge(vae.decode(latents)[:, 0]) == wanted).tolist()
+                recognised[name] += (judge.recognise(vae.decode(latents)[:, 0]) == wanted).tolist()
         # Of the first batch: the last may be smaller.
         speed = speed or _speed(pair, conditions, device)
     report: dict[str, Any] = {

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-
 from distiller.config.teacher import Teacher
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_parts, locate, read_files, read_index
+from distiller.distributed.importing import import_object
 from distiller.errors import UserError
 
 FAMILIES = {
-    "WanPipeline": ("distiller.diffusion.wan.family", "WanFamily"),
-    "StableDiffusion3Pipeline": ("distiller.diffusion.stable_diffusion_3.family", "SD3Family"),
-    "StableDiffusionPipeline": ("distiller.diffusion.stable_diffusion.family", "StableDiffusionFamily"),
+    "WanPipeline": "distiller.diffusion.wan.family:WanFamily",
+    "StableDiffusion3Pipeline": "distiller.diffusion.stable_diffusion_3.family:SD3Family",
+    "StableDiffusionPipeline": "distiller.diffusion.stable_diffusion.family:StableDiffusionFamily",
 }
 """Class of the pipeline -> module and class. Imported when it is asked for: each loads pipelines of its own."""
 
@@ -25,8 +24,7 @@ def find_pipeline(teacher: Teacher) -> Family:
     # Of a custom pipeline it is a list.
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"teacher.path: {location.given} is a {kind}; task diffusion distils {', '.join(FAMILIES)}")
-    module, name = FAMILIES[kind]
-    family: type[Family] = getattr(import_module(module), name)
+    family: type[Family] = import_object(FAMILIES[kind])
     found = family(read_files(location, index, family.architecture, family.network_parts))
     check_parts(found.files, found.text_parts)
     return found

@@ -120,7 +120,7 @@ def roll_out(drawing: Drawing, stage: Stage) -> None:
     on it. Shards that an earlier, interrupted run of the same key left are kept; another run that draws the same now is
     waited for.
     """
-    with stage.made_by_all(drawing.ranks) as is_missing:
+    with stage.make_on_all_ranks(drawing.ranks) as is_missing:
         if is_missing:
             _roll_out(drawing, stage)
         else:
@@ -131,7 +131,7 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
     plan, ranks, recipe = drawing.plan, drawing.ranks, drawing.plan.recipe
     size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
-    missing: list[int] = ranks.from_main(
+    missing: list[int] = ranks.broadcast_from_main(
         lambda: missing_shards([stage.partial / _shard_name(number) for number in range(len(shards))])
     )
     rounds = -(-len(missing) // ranks.world_size)
@@ -159,13 +159,13 @@ def _roll_out(drawing: Drawing, stage: Stage) -> None:
             if mine < len(missing):
                 save_whole(tensors, stage.partial / _shard_name(number), writer=str(ranks.rank))
             bar.update()
-    ranks.wait_for_hours()
+    ranks.interruptible_barrier()
     if ranks.is_main:
         (stage.partial / PROMPTS_FILE).write_text("\n".join(plan.prompts) + "\n", encoding="utf-8")
         stage.finish()
         ranks.print(f"rollout: {time.perf_counter() - started:.1f} s, kept in {stage.folder}")
-    ranks.wait()
-    stage.wait()
+    ranks.barrier()
+    stage.wait_until_complete()
 
 
 def _shard_name(number: int) -> str:

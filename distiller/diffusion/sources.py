@@ -100,7 +100,7 @@ class Source:
         self._rollout_stage = self._plan().stage(self._family, self._text_stage, dtype)
         # Asked once for all ranks: another run may be finishing it.
         stage = self._rollout_stage
-        self._is_drawn = bool(ranks.from_main(lambda: stage.is_complete))
+        self._is_drawn = bool(ranks.broadcast_from_main(lambda: stage.is_complete))
         if self._is_drawn:
             ranks.print(f"rollout: reusing {stage.folder}")
         return not self._is_drawn

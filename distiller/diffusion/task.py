@@ -12,12 +12,10 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionRecipe
 from distiller.data.pictures import WRITTEN_SUFFIXES
-from distiller.demo.digits import DigitJudge, judge_prompts
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import (
     check_feature_blocks,
     check_guidance,
-    check_judge,
     check_sizes,
     guidance_notes,
     size_notes,
@@ -27,6 +25,7 @@ from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing import guide
 from distiller.diffusion.evaluation import Pair, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
+from distiller.diffusion.judges import check_judge, find_judge
 from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
@@ -37,9 +36,9 @@ from distiller.diffusion.text import embed
 from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.process import is_main_process
 from distiller.distributed.ranks import Ranks
-from distiller.errors import UserError
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.losses import huber, mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -48,7 +47,7 @@ from distiller.teachers.factory import open_alone
 MAX_SAMPLES = 10
 
 
-class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
+class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
 
     sample_suffixes = WRITTEN_SUFFIXES
@@ -88,7 +87,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
         sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
         return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
-    def look_at_samples(self) -> str | None:
+    def check_samples(self) -> str | None:
         return self._source.look_at()
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
@@ -100,7 +99,7 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
         return self._source.kept_stages(dtype)
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
         return self._source.load(ranks, teacher)
 
     def student_skeleton(self) -> DistilledStudent:
@@ -140,6 +139,9 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def wanted(self) -> tuple[str, ...]:
         unconditional = () if self._task.guidance.scale is None else (UNCONDITIONAL,)
         return (PREDICTION, *self._feature_names, *unconditional)
+
+    def data_settings(self) -> dict[str, Any]:
+        return {}
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         task = self._task
@@ -223,14 +225,10 @@ class DiffusionTask(Task[DiffusionBatch, DiffusionNetwork]):
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
         prompts = [self._source.prompts[i % len(self._source.prompts)] for i in range(count)]
-        if self._recipe.evaluation.judge == "digits":
-            prompts, labels = judge_prompts(-(-count // 10), self._recipe.seed)
-            try:
-                judge = DigitJudge().recognise
-            except ImportError as error:
-                raise UserError(
-                    "evaluation.judge=digits needs scikit-learn; pip install 'distiller[demo]', or set it to none"
-                ) from error
+        if (name := self._recipe.evaluation.judge) != "none":
+            judge_class = find_judge(name)
+            prompts, labels = judge_class.prompts(count, self._recipe.seed)
+            judge = judge_class()
         student = load_student(self.family.architecture, run_dir, self._length, device)
         embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)

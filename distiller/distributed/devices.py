@@ -1,4 +1,4 @@
-"""What the device at hand can compute with."""
+"""The device of this process, its dtypes, and library settings that depend on it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def best_device() -> torch.device:
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the GPU computes in bfloat16 itself (compute capability 8.0); False on the CPU."""
+    """Whether the GPU computes in bfloat16 without emulation (compute capability 8.0); False on the CPU."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def teacher_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype that `teacher.dtype` stands for here; UserError for bfloat16 on a GPU without it."""
+    """The dtype that `teacher.dtype` means on this device; UserError for bfloat16 on a GPU without it."""
     if name == "auto":
         return torch.bfloat16 if has_bfloat16(device) else torch.float32
     if name == "bfloat16" and device.type == "cuda" and not has_bfloat16(device):
@@ -30,15 +30,15 @@ def teacher_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def set_tf32(allowed: bool) -> None:
-    """Whether float32 products may use TF32 on a GPU.
+    """Sets whether float32 products on a GPU may use TF32.
 
-    Torch allows it in convolutions unless told otherwise: float32 on a GPU would not be float32 on a CPU.
+    torch allows it in convolutions by default, so that float32 results differ from a CPU's.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = allowed
 
 
 def quiet_libraries() -> None:
-    """Turns off the progress bars of libraries that are loaded (ours says what runs); DeepSpeed's notice of no GPU."""
+    """Turns off the progress bars of loaded libraries, and DeepSpeed's notice that there is no GPU."""
     for name in ("diffusers", "transformers"):
         if name in sys.modules:
             sys.modules[f"{name}.utils.logging"].disable_progress_bar()

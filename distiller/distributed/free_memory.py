@@ -1,4 +1,4 @@
-"""How much memory there is to have: on a GPU, and on the host within the container's limit."""
+"""Free memory of a GPU, and of the host within its container's limit, in bytes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_gpu_bytes(device: torch.device) -> int:
-    """What a GPU has left for this process: unused memory, and what the allocator holds without using it."""
+    """Free for this process on a GPU: unused memory, and what torch's allocator reserves without using it."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 def free_host_bytes() -> int:
-    """What the host can give without swapping: the system's own figure, or less where a control group limits it."""
+    """Available on the host without swapping: the system's figure, or less where a control group (1 or 2) limits it."""
     available = psutil.virtual_memory().available
     for limit_file, usage_file, cache_key in (
         (CGROUP / "memory.max", CGROUP / "memory.current", "inactive_file"),
@@ -29,7 +29,7 @@ def free_host_bytes() -> int:
         except (OSError, ValueError):
             continue
         if limit != "max":
-            # Cached file pages count as used, and are given back at once.
+            # Cached file pages count as used, but the kernel frees them on demand.
             cache = next((int(line.split()[1]) for line in lines if line.startswith(f"{cache_key} ")), 0)
             available = min(available, int(limit) - used + cache)
     return max(available, 0)

@@ -1,4 +1,4 @@
-"""Notices that another rank has died between two pieces of long work, without waiting for one that is slower."""
+"""Detects during long work that another rank has died, without waiting for slower ranks."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ from distiller.distributed.ranks import Ranks
 
 @final
 class LivenessBarrier:
-    """Barriers that nobody waits for: one of them fails as soon as a rank that has not come to it is dead.
+    """Asynchronous barriers that are polled, not awaited: one fails when a rank dies before it has reached it.
 
-    For work that every rank does in as many pieces, which may be files of its own: without it the others would find
-    out at the end. Over gloo, from host to host.
+    For work that every rank does in the same number of pieces, such as reading files: without it a death would be
+    noticed only at the end. Over gloo.
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._group, self._open = ranks.everyone, list[dist.Work]()
+        self._group, self._pending = ranks.world_group, list[dist.Work]()
 
     def arrive(self) -> None:
-        """Every rank calls it before each piece. The library's RuntimeError where a rank is dead. Communicates."""
+        """Every rank calls it before each piece. Raises torch's RuntimeError where a rank is dead. Communicates."""
         if self._group is None:
             return
-        for work in [work for work in self._open if work.is_completed()]:
+        for work in [work for work in self._pending if work.is_completed()]:
             work.wait()
-            self._open.remove(work)
+            self._pending.remove(work)
         work = dist.barrier(self._group, async_op=True)
         assert work is not None
-        self._open.append(work)
+        self._pending.append(work)

@@ -1,4 +1,4 @@
-"""This process among its siblings and under its launcher. Importing this module does not import torch."""
+"""This process's rank, launcher, child processes and environment. Importing this module does not import torch."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pathlib import Path
 import psutil
 
 _PARENT = os.getppid()
-"""Who started this process, as far as it lived until this module was imported."""
+"""The process that started this one, if it still ran when this module was imported."""
 
 PARENT_GONE = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM
-"""What the kernel sends when the launcher dies: no other signal, so that it is not taken for a second request."""
+"""The signal that the kernel sends when the launcher dies; on Linux one that nothing else uses."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What asks a run to stop: launchers, keyboards, terminals and batch systems."""
+"""Signals that ask a run to stop; from launchers, keyboards, terminals and batch systems."""
 
 
 def rank() -> int:
-    """This process's number among all, also before there is a process group."""
+    """This process's rank, also before there is a process group."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -34,7 +34,7 @@ def is_main_process() -> bool:
 
 
 def world_size() -> int:
-    """How many processes the launcher says there are."""
+    """The number of processes, as the launcher says."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -44,33 +44,33 @@ def launcher_arguments() -> list[str] | None:
         command = psutil.Process(os.getppid()).cmdline()
     except psutil.Error:
         return None
-    for position, word in enumerate(command[:4]):
+    for i, word in enumerate(command[:4]):
         name = Path(word).name
-        if name == "accelerate" and command[position + 1 : position + 2] == ["launch"]:
-            return command[position + 2 :]
+        if name == "accelerate" and command[i + 1 : i + 2] == ["launch"]:
+            return command[i + 2 :]
         if name == "accelerate-launch" or word == "accelerate.commands.launch" or word.endswith("commands/launch.py"):
-            return command[position + 1 :]
+            return command[i + 1 :]
     return None
 
 
 def signal_when_launcher_dies() -> None:
     """Asks the kernel to send `PARENT_GONE` to this process when the launcher that started it dies.
 
-    torch's elastic agent starts ranks in sessions of their own, and a launcher of one process forwards nothing: after
-    its death, by whatever signal, they would live on. Call it when the signal has a handler.
+    torch's elastic agent starts ranks in sessions of their own, and a launcher of one process forwards no signals: the
+    ranks would outlive it. Call this when the signal has a handler.
     """
     is_launched = "LOCAL_RANK" in os.environ or launcher_arguments() is not None
     if sys.platform == "linux" and is_launched:
         _signal_at_parents_death(PARENT_GONE)
         if os.getppid() != _PARENT:
-            # It died before it could be heeded.
+            # It died before the request was made.
             os.kill(os.getpid(), PARENT_GONE)
 
 
 def initialize_loader_worker(worker: int) -> None:
-    """Makes a loader process live exactly as long as its rank; the first thing that it runs.
+    """Makes a loader process live exactly as long as its rank; a DataLoader's `worker_init_fn`.
 
-    A signal to the whole process group is the rank's business: it still needs its loader for the update under way.
+    It ignores `STOP_SIGNALS`: the rank handles them, and still needs its loader for the update under way.
     """
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
@@ -80,10 +80,10 @@ def initialize_loader_worker(worker: int) -> None:
 
 
 def end_loader_processes() -> None:
-    """Kills loader processes that are left; the last thing that a command does.
+    """Kills loader processes that are left, at the end of a command.
 
-    The frames of an exception keep them alive, they ignore the SIGTERM that Python sends them at its exit, and it would
-    wait for them for ever.
+    An exception's frames keep them alive, they ignore the SIGTERM that Python sends at its exit, and Python would wait
+    for them for ever.
     """
     for child in multiprocessing.active_children():
         child.kill()
@@ -101,8 +101,8 @@ def _is_error(record: logging.LogRecord) -> bool:
 def prepare_environment() -> None:
     """Settings that libraries read while they are imported; called before torch is.
 
-    OpenMP threads that spin while they wait slow a rank down by an order of magnitude when its cores are shared with
-    another one; and the banners of libraries are not ours to show.
+    OpenMP threads that spin while they wait slow a rank down by an order of magnitude when it shares its cores with
+    another rank. Other settings silence the libraries' own output.
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ.setdefault("WANDB_SILENT", "true")

@@ -1,4 +1,4 @@
-"""The other ranks on this machine, as far as the operating system knows them: for when they no longer answer."""
+"""When ranks fail: which are gone, which reports first, and the file in which torch's agent looks for the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distiller.distributed.process import is_main_process, world_size
 
 
 def missing_ranks() -> list[int]:
-    """Numbers of this machine's ranks that are no longer running; [] where that cannot be known."""
+    """This machine's ranks that no longer run, by the operating system; [] where that cannot be known."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if local_world_size == 1:
         return []
@@ -28,7 +28,7 @@ def missing_ranks() -> list[int]:
 
 
 def _rank_of(process: psutil.Process) -> int | None:
-    """The rank of a living process; None of others, and of one that has ended and waits to be noticed."""
+    """The rank of a running process; None for processes without a rank and for zombies."""
     try:
         rank = process.environ().get("RANK")
         return None if rank is None or process.status() == psutil.STATUS_ZOMBIE else int(rank)
@@ -46,65 +46,66 @@ def describe_lost_ranks(detail: str) -> str:
 
 
 def is_lost_rank_error(error: BaseException) -> bool:
-    """Whether a collective failed because of another rank: torch's own errors, and gloo's, which have no type."""
+    """Whether a collective failed because of another rank: torch's own errors, and gloo's plain RuntimeErrors."""
     from torch.distributed import DistError
 
     return isinstance(error, DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error))
 
 
-def reports_first(reason: str) -> bool:
-    """Whether this is the first of the machine's ranks that has something to say; True once, on one of them.
+def is_first_to_report(reason: str) -> bool:
+    """Whether this is the first rank of the machine to report a failure; True once, on one rank.
 
-    When a rank fails the others follow, with errors that only repeat it. They share a mark beside the files that
-    torch's agent gives to each rank, which holds the first one's reason; without an agent, rank 0 speaks.
+    When a rank fails the others follow, with errors that only repeat it. The first one's reason is kept in a file that
+    the ranks share, beside the files that torch's agent gives to each rank. Without an agent, rank 0 reports.
     """
-    mark = _mark()
-    if mark is None:
+    shared = _first_reason_file()
+    if shared is None:
         return is_main_process()
-    own = mark.with_name(f"{mark.name}-{os.getpid()}")
+    temporary = shared.with_name(f"{shared.name}-{os.getpid()}")
     try:
-        _written(own, reason)
-        # Unlike a rename, this fails where the mark is there.
-        os.link(own, mark)
+        _write(temporary, reason)
+        # Unlike a rename, a link fails where the file exists.
+        os.link(temporary, shared)
     except FileExistsError:
         return False
     except OSError:
         return is_main_process()
     finally:
-        own.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return True
 
 
 def write_error_file(reason: str, is_own: bool) -> None:
-    """Writes why this rank ends into the file where torch's agent looks for it, and prints it, as its last lines.
+    """Writes why this rank ends into the file that torch's agent prints as the last lines of a failed run.
 
-    The agent shows the rank that ended first, by whole seconds: ranks that followed another one give its reason.
+    The agent shows the rank that ended first, to the second: so ranks that followed another one write its reason.
 
     Args:
         is_own: no other rank's reason is the cause of this one.
     """
-    mark, timestamp = _mark(), int(time.time())
-    if mark is None:
+    shared, timestamp = _first_reason_file(), int(time.time())
+    if shared is None:
         return
     with suppress(OSError):
-        if not is_own and mark.is_file():
-            reason = mark.read_text(encoding="utf-8")
-        # JSON would hand surrogates on, to whoever reads the file.
+        if not is_own and shared.is_file():
+            reason = shared.read_text(encoding="utf-8")
+        # JSON would keep surrogates, which the agent cannot print.
         reason = reason.encode("utf-8", errors="backslashreplace").decode("utf-8")
         extra = {"py_callstack": reason, "timestamp": str(timestamp)}
         content = json.dumps({"message": {"message": reason, "extraInfo": extra}})
         file = Path(os.environ["TORCHELASTIC_ERROR_FILE"])
-        # A whole file or none: the agent fails on half a one.
-        _written(file.with_name(f".{file.name}.tmp"), content).replace(file)
+        # Complete or absent: the agent fails on an incomplete file.
+        temporary = file.with_name(f".{file.name}.tmp")
+        _write(temporary, content)
+        temporary.replace(file)
 
 
-def _mark() -> Path | None:
-    """A file that the machine's ranks share; None where no agent gave them files."""
+def _first_reason_file() -> Path | None:
+    """The file that this machine's ranks share; None where no agent started them."""
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(error_file).parent.parent / "distiller-has-spoken" if error_file else None
+    return Path(error_file).parent.parent / "distiller-first-failure" if error_file else None
 
 
-def _written(file: Path, text: str) -> Path:
+def _write(file: Path, text: str) -> None:
     # Paths that are not UTF-8 come as surrogates, which no encoder takes.
     file.write_text(text, encoding="utf-8", errors="backslashreplace")
-    return file

@@ -1,4 +1,4 @@
-"""This process among the others, and what they tell each other from host to host."""
+"""The ranks of a run: barriers and exchange of small Python values between them, over gloo."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast, final
 
 import torch
 import torch.distributed as dist
@@ -15,24 +15,33 @@ import torch.distributed as dist
 from distiller.errors import AgreedError, AgreedUserError, UserError
 
 PATIENCE = timedelta(days=20)
-"""How long a rank waits for another one that lives: no time is too long to read weights or to draw a rollout.
+"""Time limit of gloo's collectives. Reading weights or drawing a rollout may take a rank days.
 
-Milliseconds of it still fit 32 bits. One that dies closes its connections, which ends the wait at once.
+Its milliseconds fit 32 bits. A rank that dies closes its connections, which ends the others' wait at once.
 """
 _POLL_S = 0.05
 
+T = TypeVar("T")
 
+
+@final
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a run, and of this node. `everyone` and `node` are gloo groups; None when a rank is alone there."""
+    """This process's place among the run's ranks and among its node's.
+
+    Attributes:
+        device: this rank's.
+        world_group: gloo group of all ranks; None with one rank.
+        node_group: gloo group of this node's ranks; None with one rank on the node.
+    """
 
     device: torch.device
     rank: int
     world_size: int
     local_rank: int
     local_world_size: int
-    everyone: dist.ProcessGroup | None
-    node: dist.ProcessGroup | None
+    world_group: dist.ProcessGroup | None
+    node_group: dist.ProcessGroup | None
 
     @staticmethod
     def join(device: torch.device) -> Ranks:
@@ -43,16 +52,16 @@ class Ranks:
         # DeepSpeed's own launcher has another name for it.
         local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size)
         first = rank - int(os.environ.get("LOCAL_RANK", rank))
-        everyone = node = None
+        world_group = node_group = None
         if world_size > 1:
-            everyone = dist.new_group(backend="gloo", timeout=PATIENCE)
+            world_group = dist.new_group(backend="gloo", timeout=PATIENCE)
         # Every rank takes part in making every group.
         for start in range(0, world_size, local_world_size):
             members = list(range(start, min(start + local_world_size, world_size)))
             group = dist.new_group(members, backend="gloo", timeout=PATIENCE) if len(members) > 1 else None
             if rank in members:
-                node = group
-        return Ranks(device, rank, world_size, rank - first, local_world_size, everyone, node)
+                node_group = group
+        return Ranks(device, rank, world_size, rank - first, local_world_size, world_group, node_group)
 
     @property
     def is_main(self) -> bool:
@@ -66,76 +75,110 @@ class Ranks:
 
     @property
     def first_on_node(self) -> int:
-        """The number, among all ranks, of the node's first."""
+        """The rank, among all, of the node's first."""
         return self.rank - self.local_rank
 
-    def alone(self) -> Ranks:
-        """This process by itself, for what the others take no part in."""
+    def as_single_process(self) -> Ranks:
+        """The same device as the only rank, for work in which the other ranks take no part."""
         return Ranks(self.device, 0, 1, 0, 1, None, None)
 
     def new_node_group(self) -> dist.ProcessGroup:
-        """A group of the node's ranks of its own, for tensors on `device`. Communicates; every rank calls it."""
+        """A new group of the node's ranks, for tensors on `device`. Communicates; every rank calls it."""
         starts = range(0, self.world_size, self.local_world_size)
         members = [list(range(start, min(start + self.local_world_size, self.world_size))) for start in starts]
         groups = [dist.new_group(ranks) for ranks in members]
-        own = groups[self.rank // self.local_world_size]
-        assert isinstance(own, dist.ProcessGroup)
-        return own
+        group = groups[self.rank // self.local_world_size]
+        assert isinstance(group, dist.ProcessGroup)
+        return group
 
-    def wait(self) -> None:
-        """Waits for all ranks, however long they take. Communicates."""
-        if self.everyone is not None:
-            dist.barrier(self.everyone)
+    def barrier(self) -> None:
+        """Waits for all ranks; signal handlers do not run meanwhile. Communicates."""
+        if self.world_group is not None:
+            dist.barrier(self.world_group)
 
-    def wait_for_hours(self) -> None:
-        """As `wait`, and signals to this process are heard meanwhile. Communicates."""
-        if self.everyone is not None:
-            work = dist.barrier(self.everyone, async_op=True)
+    def interruptible_barrier(self) -> None:
+        """Waits for all ranks, and lets Python run signal handlers meanwhile; for long work. Communicates."""
+        if self.world_group is not None:
+            work = dist.barrier(self.world_group, async_op=True)
             assert work is not None
             while not work.is_completed():
                 time.sleep(_POLL_S)
             work.wait()
 
-    def wait_on_node(self) -> None:
+    def node_barrier(self) -> None:
         """Waits for the node's ranks. Communicates."""
-        if self.node is not None:
-            dist.barrier(self.node)
+        if self.node_group is not None:
+            dist.barrier(self.node_group)
 
-    def from_main(self, make: Callable[[], Any]) -> Any:
-        """What rank 0 makes, on every rank; so is its failure. Small plain values only. Communicates."""
-        return _shared(self.everyone, 0, self.is_main, make)
+    def broadcast_from_main(self, make: Callable[[], T]) -> T:
+        """Calls `make` on rank 0 and returns its result on every rank. Small values that pickle. Communicates.
+
+        Raises:
+            AgreedUserError: `make` raised a UserError; on every rank.
+            AgreedError: it raised anything else; on every rank.
+        """
+        return _broadcast(self.world_group, 0, self.is_main, make)
 
     def print(self, text: str) -> None:
         """Prints on rank 0."""
         if self.is_main:
             print(text)
 
-    def from_local_main(self, make: Callable[[], Any]) -> Any:
-        """What the node's first rank makes, on each of its ranks; so is its failure. Communicates."""
-        return _shared(self.node, self.first_on_node, self.is_local_main, make)
+    def broadcast_from_local_main(self, make: Callable[[], T]) -> T:
+        """As `broadcast_from_main`, on this node: the result of its first rank. Communicates."""
+        return _broadcast(self.node_group, self.first_on_node, self.is_local_main, make)
 
-    def gather_on_node(self, value: Any) -> list[Any]:
-        """A small plain value of every rank of the node, in rank order. Communicates."""
-        return _gathered(self.node, value)
+    def gather_on_node(self, value: T) -> list[T]:
+        """A small value of every rank of the node, in rank order. Communicates."""
+        return _gather(self.node_group, value)
 
-    def gather(self, value: Any) -> list[Any]:
-        """A small plain value of every rank, in rank order. Communicates."""
-        return _gathered(self.everyone, value)
+    def gather(self, value: T) -> list[T]:
+        """A small value of every rank, in rank order. Communicates."""
+        return _gather(self.world_group, value)
 
-    def all_succeed(self, action: Callable[[], Any]) -> Any:
-        """Runs something on every rank; where it fails on one, it fails on all. Communicates."""
+    def all_succeed(self, action: Callable[[], T]) -> T:
+        """Runs `action` on every rank and returns its own result; a failure on one rank is raised on all. Communicates.
+
+        Raises:
+            AgreedUserError: the first rank that failed raised a UserError.
+            AgreedError: it raised anything else.
+        """
         result, error = None, None
         try:
             result = action()
         except Exception as caught:
             error = caught
-        failed = [(rank, text) for rank, text in enumerate(self.gather(_described(error))) if text is not None]
+        failures = self.gather(_failure_of(error))
+        failed = [(rank, failure) for rank, failure in enumerate(failures) if failure is not None]
         if failed:
-            _raise(*failed[0][1], rank=failed[0][0] if self.world_size > 1 else None, cause=error)
-        return result
+            rank, failure = failed[0]
+            raise failure.agreed(rank if self.world_size > 1 else None) from error
+        return cast("T", result)
 
 
-def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
+@final
+@dataclass(frozen=True)
+class _Failure:
+    """An exception as it travels between ranks: its text in one line, and whether it was a UserError."""
+
+    text: str
+    is_user_error: bool
+
+    def agreed(self, rank: int | None) -> AgreedUserError | AgreedError:
+        """The exception that every rank raises; `rank` is named in it, unless it is None."""
+        if self.is_user_error:
+            return AgreedUserError(self.text)
+        return AgreedError(self.text if rank is None else f"rank {rank}: {self.text}")
+
+
+def _failure_of(error: Exception | None) -> _Failure | None:
+    if error is None:
+        return None
+    text = str(error) if isinstance(error, UserError | AgreedError) else f"{type(error).__name__}: {error}"
+    return _Failure(" ".join(text.split()), isinstance(error, UserError))
+
+
+def _gather(group: dist.ProcessGroup | None, value: T) -> list[T]:
     if group is None:
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -143,29 +186,17 @@ def _gathered(group: dist.ProcessGroup | None, value: Any) -> list[Any]:
     return values
 
 
-def _shared(group: dist.ProcessGroup | None, source: int, is_source: bool, make: Callable[[], Any]) -> Any:
+def _broadcast(group: dist.ProcessGroup | None, source: int, is_source: bool, make: Callable[[], T]) -> T:
     outcome: list[Any] = [None, None]
     error = None
     if is_source:
         try:
             outcome[0] = make()
         except Exception as caught:
-            error, outcome[1] = caught, _described(caught)
+            error, outcome[1] = caught, _failure_of(caught)
     if group is not None:
         dist.broadcast_object_list(outcome, source, group)
-    if outcome[1] is not None:
-        _raise(*outcome[1], rank=source if group is not None else None, cause=error)
-    return outcome[0]
-
-
-def _described(error: Exception | None) -> tuple[bool, str] | None:
-    if error is None:
-        return None
-    text = str(error) if isinstance(error, UserError | AgreedError) else f"{type(error).__name__}: {error}"
-    return isinstance(error, UserError), " ".join(text.split())
-
-
-def _raise(is_users: bool, text: str, rank: int | None, cause: Exception | None) -> None:
-    if is_users:
-        raise AgreedUserError(text) from cause
-    raise AgreedError(text if rank is None else f"rank {rank}: {text}") from cause
+    result, failure = outcome
+    if failure is not None:
+        raise failure.agreed(source if group is not None else None) from error
+    return result

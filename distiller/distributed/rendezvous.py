@@ -1,6 +1,7 @@
-"""Several machines: through which card they meet, and what they agree on before there is a process group.
+"""Several machines: the network interface, and the comparison of settings before there is a process group.
 
-Only one launcher's ranks end when a rank of theirs does. On the other machines they would wait half an hour for it.
+When a rank ends, its launcher ends the ranks of that machine only; the other machines' ranks would wait for it for half
+an hour. So ranks report through the launchers' store that they are ready, or why they will not come.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ MPI_VARIABLES = (
     ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
 )
-"""What Accelerate looks at: how many processes MPI started, and which this one is."""
-CONNECTION, PATIENCE = timedelta(minutes=1), timedelta(minutes=30)
-"""For the launchers' store, which is there before any rank is; and for the slowest machine to read its recipe."""
+"""Variables that Accelerate reads: the number of processes that MPI started, and this one's rank."""
+CONNECTION_TIMEOUT = timedelta(minutes=1)
+"""For the launchers' store, which exists before any rank is started."""
+READY_TIMEOUT = timedelta(minutes=30)
+"""For the slowest machine to read its recipe."""
 
 
 def num_machines() -> int:
@@ -44,92 +47,94 @@ def is_first_machine() -> bool:
 
 
 def refuse_mpi() -> None:
-    """UserError where mpirun or srun started several processes, which no launcher of torch knows of.
+    """UserError where mpirun or srun started several processes without a launcher of torch.
 
-    Accelerate would believe MPI's variables on a CPU, and not on a GPU: there each process would do the whole work.
+    Accelerate follows MPI's variables on a CPU and ignores them on a GPU: there each process would be a run of its own.
     """
     if "LOCAL_RANK" in os.environ:
         return
-    for size, number in MPI_VARIABLES:
+    for size, rank_variable in MPI_VARIABLES:
         value = os.environ.get(size, "")
         if value.isdigit() and int(value) > 1:
             text = (
                 f"{size} is {value}, so mpirun or srun started {value} processes, and they do not know each other; "
                 f"start one `accelerate launch` a machine, or unset {size} for a single process"
             )
-            raise UserError(text) if os.environ.get(number, "0") == "0" else SilentUserError(text)
+            raise UserError(text) if os.environ.get(rank_variable, "0") == "0" else SilentUserError(text)
 
 
 def choose_interface() -> None:
-    """Tells gloo which network card leads to the first machine, unless GLOO_SOCKET_IFNAME does; before any group.
+    """Sets GLOO_SOCKET_IFNAME, unless it is set, to the interface that leads to the first machine; before any group.
 
-    By itself gloo takes the address of the machine's own name, which many systems resolve to the loopback.
+    By default gloo takes the address of the machine's host name, which many systems resolve to the loopback.
     """
     if num_machines() == 1 or "GLOO_SOCKET_IFNAME" in os.environ:
         return
     try:
         family, _, _, _, address = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            # Sends nothing: the system only looks up the way.
+            # Sends nothing: the system only looks up the route.
             probe.connect(address)
-            own = probe.getsockname()[0]
+            own_address = probe.getsockname()[0]
     except OSError:
-        # The launcher knows another way to it, and gloo's own error names the address.
+        # Gloo's own error names the address.
         return
     for name, addresses in psutil.net_if_addrs().items():
-        if any(known.address.partition("%")[0] == own for known in addresses):
+        if any(entry.address.partition("%")[0] == own_address for entry in addresses):
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
 def report_failure(text: str) -> None:
-    """Says to the ranks of other machines that this one will not come. Waits for nobody."""
+    """Tells the ranks of other machines, which wait in `exchange_settings`, why this one fails. Does not wait."""
     if not _shares_a_store():
         return
-    # Where the first machine's launcher is gone nobody waits for an answer.
+    # The store is gone where the first machine's launcher is: then no rank waits.
     with suppress(RuntimeError):
-        _say(_store(), {"failure": text})
+        _publish(_store(), {"failure": text})
 
 
-def meet(terms: Mapping[str, Any]) -> None:
-    """Waits until every rank is ready for the process group. Communicates, if there are several machines.
+def exchange_settings(settings: Mapping[str, Any]) -> None:
+    """Waits until every rank is ready for the process group, and compares settings. Only between several machines.
+
+    Communicates, through the launchers' store.
 
     Args:
-        terms: what must be the same on all of them, for JSON, by the names that messages give it.
+        settings: what must be the same on every rank, for JSON, by the names that messages use.
 
     Raises:
-        AgreedUserError: one of them reports a failure instead, or has other terms than rank 0; on every rank.
+        AgreedUserError: a rank reports a failure instead, or has other settings than rank 0; on every rank.
     """
     if not _shares_a_store():
         return
     store = _store()
-    _say(store, {"terms": dict(terms)})
-    store.set_timeout(PATIENCE)
-    first: dict[str, Any] = {}
+    _publish(store, {"settings": dict(settings)})
+    store.set_timeout(READY_TIMEOUT)
+    settings_of_main: dict[str, Any] = {}
     for other in range(world_size()):
-        said = json.loads(store.get(f"{KEY}/{other}"))
-        origin = f"rank {other} on {said['host']}"
-        if "failure" in said:
-            raise AgreedUserError(f"{origin}: {said['failure']}")
-        first = first or said["terms"]
-        if said["terms"] != first:
-            raise AgreedUserError(f"{origin}: {_difference(said['terms'], first)}")
+        message = json.loads(store.get(f"{KEY}/{other}"))
+        origin = f"rank {other} on {message['host']}"
+        if "failure" in message:
+            raise AgreedUserError(f"{origin}: {message['failure']}")
+        settings_of_main = settings_of_main or message["settings"]
+        if message["settings"] != settings_of_main:
+            raise AgreedUserError(f"{origin}: {_difference(message['settings'], settings_of_main)}")
 
 
-def _say(store: Store, content: dict[str, Any]) -> None:
+def _publish(store: Store, content: dict[str, Any]) -> None:
     store.set(f"{KEY}/{rank()}", json.dumps({"host": socket.gethostname(), **content}))
 
 
-def _difference(terms: Mapping[str, Any], first: Mapping[str, Any]) -> str:
-    """The first of the terms that are not rank 0's."""
-    name = next(name for name in sorted(terms.keys() | first.keys()) if terms.get(name) != first.get(name))
+def _difference(settings: Mapping[str, Any], main: Mapping[str, Any]) -> str:
+    """Names the first setting that differs from rank 0's."""
+    name = next(name for name in sorted(settings.keys() | main.keys()) if settings.get(name) != main.get(name))
     return (
-        f"{name} is {terms.get(name)!r} and on rank 0 {first.get(name)!r}; start every machine with the same recipe, "
+        f"{name} is {settings.get(name)!r} and on rank 0 {main.get(name)!r}; start every machine with the same recipe, "
         "launch file and packages"
     )
 
 
 def _shares_a_store() -> bool:
-    """Whether the launchers hold a store for their ranks: torch's agents do, before they start them."""
+    """Whether the launchers serve a store to their ranks: torch's elastic agents do, with several machines."""
     return num_machines() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -138,4 +143,4 @@ def _store() -> Store:
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"attempt-{attempt}", TCPStore(address, port, is_master=False, timeout=CONNECTION))
+    return PrefixStore(f"attempt-{attempt}", TCPStore(address, port, is_master=False, timeout=CONNECTION_TIMEOUT))

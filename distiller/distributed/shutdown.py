@@ -1,7 +1,8 @@
-"""Requests to stop: signals become a number that the loop reads, with a time limit on what it makes of it.
+"""Signals that ask a run to stop: the loop reads which one came, and a time limit ends the process.
 
-A rank that waits in a collective or for a GPU runs no Python, so signal handlers alone would be no limit. The kernel
-writes each signal's number into a pipe as well, and a thread that reads it ends the process when the time is up.
+A rank that waits in a collective or for a GPU runs no Python signal handlers, so they cannot enforce the limit. Python
+also writes each signal's number into a pipe (its wakeup descriptor), and a thread that reads it ends the process when
+the time is up.
 """
 
 from __future__ import annotations
@@ -15,33 +16,34 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, final
 
 from distiller.distributed.process import PARENT_GONE, STOP_SIGNALS, is_main_process, rank, signal_when_launcher_dies
-from distiller.distributed.rank_failure import describe_lost_ranks, missing_ranks, reports_first, write_error_file
+from distiller.distributed.rank_failure import describe_lost_ranks, is_first_to_report, missing_ranks, write_error_file
 from distiller.errors import StoppedError
 
 GRACE_S = 25.0
-"""From the first signal to the end of the process; torch's agent kills its ranks 30 s after it was told to stop."""
+"""From the first signal to the end of the process. torch's agent kills its ranks 30 s after its own signal."""
 
 _END = 0
-"""No signal: tells the thread to end."""
+"""Written into the pipe to end the thread; no signal has this number."""
 
-ECHO_S = 2.0
-"""Launcher and process group both pass a signal on; what comes later than this is a second request."""
+DUPLICATE_SIGNAL_S = 2.0
+"""A signal may arrive twice, from the launcher and to the process group; a later one is a second request."""
 
 
-class Stops:
-    """What this process was asked. Until `listen` is called, nothing is caught."""
+@final
+class StopSignals:
+    """The stop signals of this process. Nothing is caught until `listen` is called."""
 
     def __init__(self) -> None:
         self.requested = 0
-        """Number of the first signal, 0 before there is one."""
+        """Number of the first signal; 0 before it."""
         self._is_deferred = False
         self._handlers: dict[int, Any] = {}
 
     def listen(self) -> None:
-        """Catches `STOP_SIGNALS` and the launcher's death from here on; in the main thread."""
+        """Catches `STOP_SIGNALS` and the launcher's death from now on. Called in the main thread."""
         for number in (*STOP_SIGNALS, PARENT_GONE):
             # nohup's ignored SIGHUP stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -54,13 +56,13 @@ class Stops:
         signal_when_launcher_dies()
 
     def close(self) -> None:
-        """Gives the signals back."""
+        """Restores the previous signal handlers."""
         if not self._handlers:
             return
         signal.set_wakeup_fd(self._wakeup)
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
-        # A byte, not the pipe's end: processes that were forked meanwhile hold it open.
+        # A byte, not closing the pipe: processes that were forked meanwhile keep it open.
         os.write(self._writer, bytes([_END]))
         self._thread.join()
         self._handlers = {}
@@ -68,8 +70,8 @@ class Stops:
         os.close(self._reader)
 
     @contextmanager
-    def deferred(self) -> Iterator[None]:
-        """Inside, a signal only sets `requested`; elsewhere it raises StoppedError at once, as at this block's end."""
+    def deferring(self) -> Iterator[None]:
+        """In this block a signal only sets `requested`. Outside, and at the block's end, it raises StoppedError."""
         self.defer()
         yield
         self._is_deferred = False
@@ -77,13 +79,13 @@ class Stops:
             self._raise("after the last step")
 
     def defer(self) -> None:
-        """From here on a signal only sets `requested`: the process is about to end anyway."""
+        """From now on a signal only sets `requested`; for a process that is about to end."""
         self._is_deferred = True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
         if not self._is_deferred:
-            # Once: the launcher's echo must not interrupt what the first one's exception passes through.
+            # Once: the launcher's copy of the signal must not interrupt the handling of the first one's exception.
             self.defer()
             self._raise("outside of the training loop")
 
@@ -101,22 +103,22 @@ class Stops:
             if number == _END:
                 return
             if number not in self._handlers:
-                # Python passes every signal that has a handler on, torch's of ended loader processes too.
+                # Python writes every signal that has a handler, torch's for ended loader processes too.
                 continue
             if deadline is None:
                 self.requested = self.requested or number
                 deadline = time.monotonic() + GRACE_S
-            elif number != PARENT_GONE and time.monotonic() > deadline - GRACE_S + ECHO_S:
+            elif number != PARENT_GONE and time.monotonic() > deadline - GRACE_S + DUPLICATE_SIGNAL_S:
                 self._end("a second signal came")
 
     def _end(self, why: str) -> None:
-        """Ends the process from the thread, whatever the main thread waits for."""
+        """Ends the process from the watching thread, whatever the main thread waits for."""
         if missing_ranks():
             text = describe_lost_ranks("")
         else:
             text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
         reason = f"distiller, rank {rank()}: {text}"
-        if reports_first(reason):
+        if is_first_to_report(reason):
             who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
             print(f"{who}: {text}", file=sys.stderr, flush=True)
         write_error_file(reason, is_own=False)
@@ -124,9 +126,9 @@ class Stops:
 
 
 def signal_name(number: int) -> str:
-    """SIGTERM and the like, for a message."""
+    """The signal's name for messages, such as SIGTERM."""
     return "the launcher's death" if number == PARENT_GONE else signal.Signals(number).name
 
 
-NO_STOPS = Stops()
-"""Nobody asks."""
+NO_STOP_SIGNALS = StopSignals()
+"""For callers that do not handle signals; never set."""

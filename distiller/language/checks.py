@@ -5,36 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from distiller.config.causal_lm import DivergenceLoss, LanguageData, LanguageLosses
+from distiller.config.causal_lm import LanguageData, LanguageLosses
 from distiller.config.recipe import FeatureLoss
 from distiller.errors import UserError
-from distiller.language.batch import padded_length
-from distiller.language.divergences import (
-    Divergence,
-    ForwardKL,
-    JensenShannon,
-    ReverseKL,
-    SkewedKL,
-    SkewedReverseKL,
-)
-from distiller.language.model_spec import ModelSpec
-from distiller.language.objective import Objective
+from distiller.language.data.batch import padded_length
+from distiller.language.loss.divergences import divergence_of
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.spec import ModelSpec
 
 
 def objective_of(losses: LanguageLosses) -> Objective:
     """What is summed over tokens, but for the features."""
     return Objective(divergence_of(losses.divergence), losses.divergence.temperature, losses.alpha)
-
-
-def divergence_of(loss: DivergenceLoss) -> Divergence:
-    """The divergence that a recipe names."""
-    if loss.kind == "jsd":
-        return JensenShannon(loss.beta)
-    if loss.kind == "skewed_kl":
-        return SkewedKL(loss.skew)
-    if loss.kind == "skewed_reverse_kl":
-        return SkewedReverseKL(loss.skew)
-    return ForwardKL() if loss.kind == "forward_kl" else ReverseKL()
 
 
 def check_feature_blocks(features: FeatureLoss, teacher: ModelSpec, student: ModelSpec) -> None:

@@ -8,7 +8,7 @@ from typing import final
 
 from torch import Tensor
 
-from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
+from distiller.language.data.batch import IGNORED, LanguageBatch, TokenSample, collate
 
 
 @final

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from distiller.language import divergences
-from distiller.language.batch import IGNORED, collate
-from distiller.language.batching import batches_by_length
-from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
-from distiller.language.continuing import HiddenOf
-from distiller.language.logits import Head
-from distiller.language.objective import Objective
-from distiller.language.rows import TextData
+from distiller.language.data.batch import IGNORED, collate
+from distiller.language.data.length_grouping import batches_by_length
+from distiller.language.data.packing import TextData
+from distiller.language.generation import HiddenOf
+from distiller.language.loss import divergence_values
+from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import Head
 
 
 @final
@@ -94,5 +94,5 @@ def cross_entropy_sum(hidden: Tensor, head: Head, labels: Tensor, counts: Tensor
     """The sum over tokens that count, from hidden states [N, H]; logits exist for one chunk at a time."""
     total, rows = 0.0, counts.nonzero().squeeze(1).to(hidden.device)
     for part in rows.split(default_chunk_tokens(head.weight.shape[0])):
-        total += float(divergences.cross_entropy(head.logits(hidden[part]), labels[part]).sum())
+        total += float(divergence_values.cross_entropy(head.logits(hidden[part]), labels[part]).sum())
     return total

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.continuing import students_hidden
 from distiller.language.evaluation import Reader
-from distiller.language.logits import Head, LogitChange, TokenIds
+from distiller.language.generation import students_hidden
+from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 
 COMPANIONS = (

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from distiller.errors import UserError
-from distiller.language.files import LanguageFiles
-from distiller.language.logits import Head, TokenIds, product_width
+from distiller.language.model.files import LanguageFiles
+from distiller.language.model.logits import Head, TokenIds, product_width
 from distiller.storage.weight_files import WeightFiles
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
@@ -25,7 +25,7 @@ FEATURES = "features/"
 class LanguageNetwork(Network):
     """Logits are as wide as the vocabulary and never travel: what does is what the output layer is applied to.
 
-    Request inputs: `input_ids` and `position_ids` [B, L] int64; see `distiller.language.batch.LanguageBatch`.
+    Request inputs: `input_ids` and `position_ids` [B, L] int64; see `distiller.language.data.batch.LanguageBatch`.
     Outputs: `hidden`, the last hidden states [B, L, H], and `features/N`, what block N returns, [B, L, H]; in the
     module's dtype.
     """

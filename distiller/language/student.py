@@ -16,13 +16,15 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distiller.config.causal_lm import LanguageStudent
 from distiller.errors import UserError
-from distiller.language.files import LanguageFiles, find_model, read_config
-from distiller.language.layers import keep_layers
-from distiller.language.logits import TokenIds
-from distiller.language.model_spec import ModelSpec, new_model
+from distiller.language.model.files import LanguageFiles, find_model, read_config
+from distiller.language.model.layer_subset import keep_layers
+from distiller.language.model.logits import TokenIds
+from distiller.language.model.spec import ModelSpec, new_model
 from distiller.storage.packaged_files import local_path
 from distiller.storage.stage_folders import StageFolders
 from distiller.storage.weight_files import WeightFiles
+from distiller.tasks.dropout import remove_dropout
+from distiller.tasks.layer_selection import evenly_spaced
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
 SLICED = {
@@ -63,7 +65,7 @@ class StudentModel:
             config = read_config(local_path(options.config), self.origin, trusts_code)
         else:
             config, self.origin = cut_config(options, teacher), "student"
-        self.dropout = _without_dropout(config)
+        self.dropout = remove_dropout(config)
         self.anatomy = ModelSpec(config, trusts_code, self.origin)
 
     def skeleton(self) -> Any:
@@ -203,24 +205,9 @@ def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
     return config
 
 
-def evenly_spaced(num_kept: int, num_blocks: int) -> list[int]:
-    """The kept block numbers, first and last among them when at least two are kept."""
-    if num_kept == 1:
-        return [0]
-    return [round(place * (num_blocks - 1) / (num_kept - 1)) for place in range(num_kept)]
-
-
 def _check_at_most(key: str, wanted: int, limit: int) -> None:
     if wanted > limit:
         raise UserError(f"student.{key} is {wanted} and the teacher has only {limit}; lower it")
-
-
-def _without_dropout(config: Any) -> tuple[str, ...]:
-    """Takes dropout out of a config: its masks would differ between micro-batches, ranks and engines."""
-    found = [key for key, value in config.to_dict().items() if "drop" in key and isinstance(value, float) and value > 0]
-    for key in found:
-        setattr(config, key, 0.0)
-    return tuple(found)
 
 
 @torch.no_grad()

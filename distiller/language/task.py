@@ -16,8 +16,9 @@ from distiller.config.causal_lm import LanguageRecipe
 from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.language.batch import TokenSample
-from distiller.language.behaviour_probe import check_behaviour
+from distiller.language.cache.accuracy import compare_forms, table
+from distiller.language.cache.forms import HiddenForm, StoredForm, TokenForm, target_of
+from distiller.language.cache.sparse_records import SparseForm
 from distiller.language.checks import (
     check_continuations,
     check_feature_blocks,
@@ -25,27 +26,26 @@ from distiller.language.checks import (
     objective_of,
     tokenised_prompts,
 )
-from distiller.language.chunked import HiddenTarget, Target
-from distiller.language.comparison import compare_forms, table
-from distiller.language.continuing import continue_greedily, teachers_hidden, write_texts
 from distiller.language.counted import CountedBatch
-from distiller.language.divergences import ForwardKL
+from distiller.language.data.batch import TokenSample
+from distiller.language.data.corpus import documents_of, open_corpus
+from distiller.language.data.packing import TextData
+from distiller.language.data.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.evaluation import Reader, compare
 from distiller.language.exporting import export_student, read_exported, reader_of
-from distiller.language.files import LanguageFiles, find_model
-from distiller.language.logits import Head, TokenIds
+from distiller.language.generation import continue_greedily, teachers_hidden, write_texts
+from distiller.language.loss.chunked_loss import HiddenTarget, Target
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.behaviour_probe import check_behaviour
+from distiller.language.model.files import LanguageFiles, find_model
+from distiller.language.model.logits import Head, TokenIds
+from distiller.language.model.vocabulary import check_same_tokens, other_reading, vocabulary_notices
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
-from distiller.language.objective import Objective
-from distiller.language.rows import TextData
-from distiller.language.source import EVALUATE_OTHERS, LanguageSource
-from distiller.language.sparse import SparseForm
-from distiller.language.stored import HiddenForm, StoredForm, TokenForm, target_of
 from distiller.language.student import StudentModel, enable_checkpointing
-from distiller.language.text import documents_of, open_corpus
-from distiller.language.trained import LanguageStudent, LessonSums, LossInputs
-from distiller.language.vocabulary import check_same_tokens, other_reading, vocabulary_notices
+from distiller.language.student_module import LanguageStudent, LessonSums, LossInputs
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -55,7 +55,7 @@ PROMPT_TOKENS = 24
 
 
 @final
-class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
+class CausalLMTask(Cacheable[CountedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
 
     sample_suffixes = (".txt",)
@@ -105,6 +105,9 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         losses = self._task.losses
         return losses.alpha > 0 or losses.features.weight > 0
 
+    def with_defaults(self, recipe: LanguageRecipe) -> LanguageRecipe:
+        return recipe
+
     def notices(self) -> list[str]:
         sizes = self.files.anatomy.vocabulary, self._student.anatomy.vocabulary
         found = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
@@ -118,16 +121,23 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
             found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return [*found, *self._source.notices()]
 
+    def check_samples(self) -> None:
+        return None
+
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         self._dtype = dtype
         self._source.prepare(ranks)
         return False
 
+    def missing_stage(self, dtype: torch.dtype) -> None:
+        # Wherever they are made, tokens are the same.
+        del dtype
+
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
         del dtype
         return [self._source.stage]
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> TextData:
         if self._reads_head:
             self._head = self.network.load_head(self._dtype, ranks.device)
         return self._source.load()
@@ -193,21 +203,21 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         return self._form.describe()
 
     def store(self, batch: CountedBatch, outputs: Outputs) -> list[Outputs]:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         return self._form.store(batch, outputs, self._head)
 
     def restore(self, batch: CountedBatch, samples: Sequence[Outputs]) -> Outputs:
         return self._form.restore(batch, samples, self._feature_names)
 
     def compare_forms(self, batches: Sequence[CountedBatch], outputs: Sequence[Outputs]) -> str:
-        assert self._head is not None, "run_stages loads it"
+        assert self._head is not None, "load_data loads it"
         objective, forms = replace(self._objective, weight=1.0), {}
         kinds = ["hidden", "topk", "sampled"] + ["topk+sampled"] * self._recipe.cache.fits_both
         for kind in kinds:
             form = self._stored_form(kind)
             settings = [f"{key} {value}" for key, value in form.describe().items() if key in ("k", "samples")]
             forms[" ".join([kind, *settings])] = form
-        if not isinstance(objective.divergence, ForwardKL):
+        if not objective.divergence.can_be_sampled:
             forms = {name: form for name, form in forms.items() if "sampled" not in name}
         student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
         return table(compare_forms(forms, student, self._head, objective, batches, outputs))
@@ -227,7 +237,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         del dtype
         rows = batch.batch
         if teacher_outputs is None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
             target: Target = HiddenTarget.of(self._head.weight.new_zeros(shape), self._head)
@@ -260,7 +270,7 @@ class CausalLMTask(Task[CountedBatch, LanguageNetwork]):
         # Every rank asks the teacher, since some placements communicate; rank 0 runs the student.
         texts = {}
         if teacher is not None:
-            assert self._head is not None, "run_stages loads it"
+            assert self._head is not None, "load_data loads it"
             texts["teacher"] = self._continue(Reader(teachers_hidden(teacher), self._head), beginnings)
         if accelerator.is_main_process:
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), beginnings)

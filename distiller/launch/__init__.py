@@ -1,1 +1,1 @@
-"""What `accelerate launch` was asked for: its launch file, the checks of it, and the Accelerator that follows."""
+"""The launch request (launch file and flags), its checks, and the Accelerator that is made from it."""

@@ -1,4 +1,4 @@
-"""The processes, the engine and the Accelerator that follow from the launch file and the recipe."""
+"""Creates the Accelerator, and with it processes and engine, from the launch file and the recipe."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate import Accelerator
@@ -22,7 +22,7 @@ from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.distributed.devices import has_bfloat16, set_tf32
 from distiller.distributed.process import world_size
-from distiller.distributed.rendezvous import choose_interface, meet
+from distiller.distributed.rendezvous import choose_interface, exchange_settings
 from distiller.errors import UserError
 from distiller.launch.checks import check_gpus, check_launcher, check_precision, check_request
 from distiller.launch.compile import check_compile, dynamo_plugin
@@ -32,9 +32,10 @@ from distiller.launch.rank_agreement import config_to_compare
 from distiller.launch.request import LaunchRequest, requested_launch
 
 
+@final
 @dataclass(frozen=True)
 class World:
-    """The processes and engine that a run got. Everything here is known before any weight is read."""
+    """A run's processes and engine. Made before any weight is read."""
 
     accelerator: Accelerator
     engine: str
@@ -80,7 +81,7 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     # gloo is named for DeepSpeed and FSDP on the CPU: with cpu=True Accelerate would drop them without an error.
     handlers = [InitProcessGroupKwargs(backend="gloo")] if on_cpu and (world_size() > 1 or sharded) else []
     choose_interface()
-    meet(config_to_compare(recipe, {"the precision": precision, **_engine_terms(plugin, fsdp)}))
+    exchange_settings(config_to_compare(recipe, {"the precision": precision, **_engine_settings(plugin, fsdp)}))
     accelerator = Accelerator(
         cpu=on_cpu and not use_deepspeed and sharded is None,
         mixed_precision=precision,
@@ -111,8 +112,8 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
     return World(accelerator, engine, precision, accumulation, offload, fsdp, tuple(notices))
 
 
-def _engine_terms(plugin: DeepSpeedPlugin | None, fsdp: FsdpLaunch | None) -> dict[str, Any]:
-    """What the launch file asks of the engine, but for folders of this machine."""
+def _engine_settings(plugin: DeepSpeedPlugin | None, fsdp: FsdpLaunch | None) -> dict[str, Any]:
+    """The launch file's settings of the engine, without folders of this machine."""
     if plugin is not None:
         zero = flatten({"zero_optimization": plugin.deepspeed_config.get("zero_optimization", {})})
         return {"the engine": "DeepSpeed", **{key: value for key, value in zero.items() if "nvme_path" not in key}}

@@ -1,4 +1,4 @@
-"""DeepSpeed's own way to a disk, an operator that it builds at first use: whether it can be built here."""
+"""DeepSpeed's asynchronous I/O operator, which it builds at first use: whether it can be built, and preparations."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ ARCHITECTURES = "TORCH_CUDA_ARCH_LIST"
 
 
 def check_asynchronous_io(what: str, instead: str) -> None:
-    """Refuses (UserError) an offload to NVMe where libaio is missing, and otherwise makes ready for the build.
+    """Refuses (UserError) an offload to NVMe where libaio is missing, and otherwise prepares the build.
 
     Args:
-        what: was asked for.
-        instead: would do without it.
+        what: the setting that needs it, for the message.
+        instead: a launch file that works without it, for the message.
     """
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
@@ -26,21 +26,22 @@ def check_asynchronous_io(what: str, instead: str) -> None:
             f"{what}: DeepSpeed reads and writes with libaio, which is not installed; apt-get install libaio-dev, or "
             f"use {instead}"
         )
-    _settle_architectures()
+    _drop_unreadable_architectures()
     _load_cudnn()
 
 
-def _settle_architectures() -> None:
-    """Lets DeepSpeed look at the GPUs itself where it cannot read torch's list of them: "9.0a", or a name."""
+def _drop_unreadable_architectures() -> None:
+    """Unsets TORCH_CUDA_ARCH_LIST where DeepSpeed cannot parse it ("9.0a", or a name), so that it asks the GPUs."""
     names = os.environ.get(ARCHITECTURES, "").replace(";", " ").split()
     if not all(re.fullmatch(r"\d+\.\d+(\+PTX)?", name) for name in names):
         os.environ.pop(ARCHITECTURES, None)
 
 
 def _load_cudnn() -> None:
-    """Lets cuDNN open its libraries before the operator is there, beside which they crash the first convolution.
+    """Makes cuDNN load its libraries before the operator's library, by a convolution on this process's GPU, if any.
 
-    DeepSpeed's library shows its symbols to all that is opened after it. On this process's GPU; nothing without one.
+    DeepSpeed's library exports its symbols to all libraries that are loaded later, and cuDNN then crashes in the first
+    convolution.
     """
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -1,4 +1,4 @@
-"""What is refused of a launch, before any weight is read: what Accelerate would ignore, and what is not run here."""
+"""Refuses launches that Accelerate would partly ignore or that distiller does not support, before reading weights."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest, deepspeed_s
 
 PRECISIONS = ("no", "bf16", "fp16")
 KINDS = ("NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED", "FSDP")
-JSONS_OWN = (
+KEYS_OF_DEEPSPEED_JSON = (
     *("gradient_accumulation_steps", "gradient_clipping", "zero_stage", "offload_optimizer_device"),
     *("offload_param_device", "offload_param_nvme_path", "offload_optimizer_nvme_path", "zero3_save_16bit_model"),
     "mixed_precision",
 )
 """Keys that Accelerate refuses in a launch file which names a DeepSpeed JSON."""
-SPARE_BYTES_A_PARAMETER = 16
-"""Weights, gradient and AdamW's two moments in float32: what DeepSpeed may write for one parameter."""
+NVME_BYTES_PER_PARAMETER = 16
+"""What DeepSpeed may write to disk for one parameter: float32 weight, gradient and AdamW's two moments."""
 
 
 def check_request(request: LaunchRequest) -> None:
@@ -38,7 +38,7 @@ def check_request(request: LaunchRequest) -> None:
         raise UserError(f"{origin}: distributed_type {kind} is not supported; use MULTI_GPU, DEEPSPEED or FSDP")
     options = request.options
     is_parallel = options.get("use_parallelism_config") or any(n.startswith("parallelism_config_") for n in options)
-    # FSDP's own replicas are said there; what else stands there is refused where FSDP's settings are read.
+    # FSDP reads its replicas from there; other keys are refused where FSDP's settings are read.
     if is_parallel and kind != "FSDP":
         raise UserError(
             f"{origin}: parallelism_config is not supported (no tensor, context or sequence parallel student); remove "
@@ -104,7 +104,7 @@ def check_precision(wanted: str, asked: str) -> None:
 
 
 def possible_precisions(wanted: str, asked: str) -> tuple[str, ...]:
-    """What a recipe's precision may become: `auto` is the launch file's, else bf16 on a GPU that has it, or `no`."""
+    """What a recipe's precision may resolve to: `auto` is the launch file's, else bf16 on a GPU that has it, or no."""
     if wanted != "auto":
         return (wanted,)
     return ("bf16", "no") if asked == "no" else (asked,)
@@ -134,11 +134,11 @@ def _check_deepspeed_request(request: LaunchRequest) -> None:
     if options.get("deepspeed_moe_layer_cls_names"):
         raise UserError(f"{origin}: deepspeed_moe_layer_cls_names: students here have no experts; remove it")
     if "deepspeed_config_file" in options:
-        beside = sorted(request.file_keys & set(JSONS_OWN))
-        if beside:
+        conflicting = sorted(request.file_keys & set(KEYS_OF_DEEPSPEED_JSON))
+        if conflicting:
             raise UserError(
-                f"{origin}: {', '.join(beside)} beside deepspeed_config_file is refused by Accelerate; remove it from "
-                "the launch file (precision, accumulation and clipping are the recipe's, the rest is the JSON's)"
+                f"{origin}: {', '.join(conflicting)} beside deepspeed_config_file is refused by Accelerate; remove it "
+                "from the launch file (precision, accumulation and clipping are the recipe's, the rest is the JSON's)"
             )
     zero = deepspeed_settings(request).get("zero_optimization", {})
     fill_nvme_paths(zero, options)
@@ -146,9 +146,9 @@ def _check_deepspeed_request(request: LaunchRequest) -> None:
 
 
 def fill_nvme_paths(zero: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Writes the launcher's NVMe folders where the settings have none; one flag is enough for both parts.
+    """Fills in the launcher's NVMe folders where the settings have none; one flag is used for both parts.
 
-    Accelerate reads these options and hands them to nobody: weights would lie in a folder called `none`.
+    Accelerate parses these options and ignores them: weights would be written to a folder called `none`.
     """
     given = {part: options.get(f"{part}_nvme_path") for part in OFFLOADED_PARTS}
     for part, other in zip(OFFLOADED_PARTS, reversed(OFFLOADED_PARTS), strict=True):
@@ -158,7 +158,7 @@ def fill_nvme_paths(zero: dict[str, Any], options: Mapping[str, Any]) -> None:
 
 
 def check_zero(zero: Mapping[str, Any]) -> None:
-    """Refuses (UserError) ZeRO settings that DeepSpeed does not have, or would quietly read as others."""
+    """Refuses (UserError) ZeRO settings that DeepSpeed does not have, or would silently replace."""
     stage = zero.get("stage", 0)
     if stage not in (1, 2, 3):
         raise UserError(
@@ -188,7 +188,7 @@ def check_nvme_room(zero: Mapping[str, Any], num_parameters: int, local_share: f
         offload = zero.get(part) or {}
         if offload.get("device") != "nvme":
             continue
-        needed = int(num_parameters * local_share * SPARE_BYTES_A_PARAMETER)
+        needed = int(num_parameters * local_share * NVME_BYTES_PER_PARAMETER)
         free = shutil.disk_usage(str(offload["nvme_path"])).free
         if needed > free:
             raise UserError(

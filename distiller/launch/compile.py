@@ -15,7 +15,7 @@ SWITCHES = ("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_c
 
 
 def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = False) -> None:
-    """Refuses (UserError) what dynamo does not have, contradictions of the recipe, features of blocks, and FSDP1."""
+    """UserError for unknown dynamo settings, contradictions of the recipe, and compilation with FSDP1 or features."""
     wanted = recipe.train.compile
     backend = str(options.get("dynamo_backend") or "no").lower()
     choice(backend, "dynamo_backend", tuple(name.lower() for name in DynamoBackend.list()))
@@ -42,7 +42,7 @@ def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = F
 
 
 def dynamo_plugin(recipe: Recipe, options: Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Accelerate's plugin: from what the launcher set where that asks for compilation, else from the recipe."""
+    """Accelerate's plugin: from the launch file where it asks for compilation, else from the recipe."""
     if recipe.train.compile in ("auto", "none") or options.get("dynamo_backend") not in (None, "no", "NO"):
         return TorchDynamoPlugin()
     return TorchDynamoPlugin(backend="inductor", mode=recipe.train.compile, use_regional_compilation=True)

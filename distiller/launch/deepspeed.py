@@ -1,4 +1,4 @@
-"""DeepSpeed's settings: the launch file's JSON, with what is the recipe's written in before `prepare`."""
+"""DeepSpeed's settings: the launch file's JSON, with the recipe's values written in before `prepare`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import atexit
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from accelerate import Accelerator
 from accelerate.utils import DeepSpeedPlugin
@@ -20,20 +20,21 @@ from distiller.launch.request import OFFLOADED_PARTS, LaunchRequest
 from distiller.storage.swap_folder import SwapFolder
 
 
+@final
 @dataclass(frozen=True)
 class Offload:
-    """Where parts of the student's state wait outside of the GPU: none, cpu or nvme."""
+    """Where the student's optimizer state and parameters are offloaded to: none, cpu or nvme."""
 
     optimizer: str = "none"
     parameters: str = "none"
 
     @property
     def is_any(self) -> bool:
-        """Whether anything waits outside."""
+        """Whether anything is offloaded."""
         return (self.optimizer, self.parameters) != ("none", "none")
 
     def is_on(self, device: str) -> bool:
-        """Whether anything waits there."""
+        """Whether anything is offloaded to `device` (cpu or nvme)."""
         return device in (self.optimizer, self.parameters)
 
 
@@ -59,13 +60,13 @@ def deepspeed_plugin(
     zero = config.get("zero_optimization", {})
     fill_nvme_paths(zero, {} if request is None else request.options)
     check_zero(zero)
-    _use_what_there_is(zero, notices)
+    _resolve_offload(zero, notices)
     for block in ("optimizer", "scheduler"):
         if config.pop(block, None) is not None:
             notices.append(f"the DeepSpeed JSON's '{block}' block is not used: the recipe's optim section is")
     check_json_precision(config, (precision,))
     for section, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
-        # Under DeepSpeed these two find the updates that are not finite, and leave them out.
+        # By these two DeepSpeed detects and skips updates that are not finite.
         if config.get(section, {}).get(key) is False:
             notices.append(f"DeepSpeed's {section}.{key} false is replaced by true: it keeps bad updates out")
             config[section][key] = True
@@ -86,8 +87,8 @@ def deepspeed_plugin(
     return plugin
 
 
-def _use_what_there_is(zero: dict[str, Any], notices: list[str]) -> None:
-    """Resolves what `accelerate config` offers with every stage and DeepSpeed has with some."""
+def _resolve_offload(zero: dict[str, Any], notices: list[str]) -> None:
+    """Drops an offload that DeepSpeed lacks at this stage (`accelerate config` offers all), and prepares NVMe's."""
     if zero["stage"] < 3 and (zero.get("offload_param") or {}).get("device", "none") != "none":
         notices.append(f"offload_param is ZeRO-3's and is not used under ZeRO-{zero['stage']}")
         del zero["offload_param"]
@@ -98,7 +99,7 @@ def _use_what_there_is(zero: dict[str, Any], notices: list[str]) -> None:
 
 
 def _use_own_folders(zero: dict[str, Any]) -> None:
-    """Puts what goes to disk into a folder of this process: DeepSpeed's own names are the same in every run."""
+    """Replaces NVMe folders by new ones of this process: DeepSpeed's file names are the same in every run."""
     folders: dict[str, str] = {}
     for part in OFFLOADED_PARTS:
         offload = zero.get(part) or {}
@@ -107,14 +108,17 @@ def _use_own_folders(zero: dict[str, Any]) -> None:
         parent = str(offload["nvme_path"])
         if parent not in folders:
             folder = SwapFolder(Path(parent).expanduser(), f"{part}_nvme_path")
-            # However the run ends; after SIGKILL the next run finds the folder without an owner.
+            # However the run ends; after SIGKILL the next run removes the folder, which nobody locks.
             atexit.register(folder.remove)
             folders[parent] = str(folder.path)
         offload["nvme_path"] = folders[parent]
 
 
 def _fill_auto_sizes(zero: dict[str, Any]) -> None:
-    """Accelerate derives these from `config.hidden_size`, which diffusers' models lack; DeepSpeed's own defaults."""
+    """Sets sizes that are `auto` to DeepSpeed's defaults.
+
+    Accelerate derives them from `config.hidden_size`, which diffusers' models lack.
+    """
     defaults = {
         "reduce_bucket_size": 500_000_000,
         "stage3_prefetch_bucket_size": 50_000_000,
@@ -126,12 +130,12 @@ def _fill_auto_sizes(zero: dict[str, Any]) -> None:
 
 
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
-    """What DeepSpeed was set up with."""
+    """DeepSpeed's settings, after the recipe's values were written in."""
     return accelerator.state.deepspeed_plugin.deepspeed_config
 
 
 def offloaded_parts(accelerator: Accelerator) -> Offload:
-    """Where DeepSpeed was told to keep the optimizer's state and the weights."""
+    """Where DeepSpeed keeps the optimizer's state and the weights."""
     zero = deepspeed_config(accelerator).get("zero_optimization", {})
     optimizer, parameters = ((zero.get(part) or {}).get("device", "none") for part in OFFLOADED_PARTS)
     return Offload(optimizer, parameters)

@@ -1,7 +1,7 @@
-"""FSDP's settings: what the launch file says of the student's sharding, checked, and handed to Accelerate.
+"""FSDP's settings: read from the launch file, checked, and passed to Accelerate's plugin.
 
 Accelerate drops some of them without an error (FSDP1's sharding strategy; FSDP itself on a CPU-only machine) and would
-compute wrong numbers with others (flat parameters, inputs in bfloat16), so they are read here and written out.
+compute wrong numbers with others (flat parameters, inputs in bfloat16), so they are read and set here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate import Accelerator
@@ -31,14 +31,15 @@ from distiller.launch.values import choice, whole_number
 PREFIX, PARALLELISM = "FSDP_", "ACCELERATE_USE_PARALLELISM_CONFIG"
 CLASSES, SIZE, NO_WRAP = FSDP_AUTO_WRAP_POLICY
 HYBRID = {"HYBRID_SHARD": "FULL_SHARD", "HYBRID_SHARD_ZERO2": "SHARD_GRAD_OP"}
-"""Sharded inside a machine, replicated over machines; on one machine, what it amounts to."""
+"""Strategies that shard inside a machine and replicate over machines -> the equivalent on one machine."""
 PREFETCHES = (*FSDP_BACKWARD_PREFETCH, "1", "2")
 YES, NO = ("true", "1", "yes"), ("false", "0", "no", "none")
 
 
+@final
 @dataclass(frozen=True)
 class FsdpLaunch:
-    """What a launch file asks of FSDP.
+    """The FSDP settings of a launch file.
 
     Attributes:
         version: 1 (flat parameters) or 2 (one DTensor a parameter).
@@ -65,19 +66,19 @@ class FsdpLaunch:
 
     @property
     def engine(self) -> str:
-        """As in summary.json."""
+        """The engine's name in summary.json."""
         return f"fsdp{self.version}"
 
     @property
     def shards_weights(self) -> bool:
-        """Whether a GPU holds a part of the weights only, except while a unit runs."""
+        """Whether a GPU holds only its shard of the weights, except while a unit runs."""
         return self.strategy in ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> FsdpLaunch | None:
-    """What `accelerate launch` started this process for; None without FSDP. Raises UserError.
+    """The FSDP settings that `accelerate launch` gave to this process; None without FSDP. Raises UserError.
 
-    Where FSDP would shard nothing, Accelerate is told that it is not there: None too, with a notice.
+    Where FSDP would shard nothing it is turned off, with a notice; None then too.
     """
     if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None
@@ -86,9 +87,9 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
         replicas = _num_replicas({name.lower(): value for name, value in os.environ.items()}, world_size())
         found = replace(found, num_replicas=replicas)
         if on_cpu or replicas == 1:
-            # One replica needs no mesh of its own; and without a GPU Accelerate finds no FSDP that could have one.
+            # One replica needs no device mesh, and without a GPU Accelerate finds no FSDP that could have one.
             os.environ[PARALLELISM] = "false"
-    if reason := _why_whole(found, local_world_size):
+    if reason := _reason_unsharded(found, local_world_size):
         check_sharding(replace(found, strategy="NO_SHARD"), world_size())
         notices.append(f"FSDP1 is not used: {reason}")
         os.environ["ACCELERATE_USE_FSDP"] = "false"
@@ -107,8 +108,8 @@ def launched_fsdp(on_cpu: bool, local_world_size: int, notices: list[str]) -> Fs
     return found
 
 
-def _why_whole(fsdp: FsdpLaunch, local_world_size: int) -> str | None:
-    """Why FSDP1 would shard nothing; None where it would."""
+def _reason_unsharded(fsdp: FsdpLaunch, local_world_size: int) -> str | None:
+    """Why FSDP1 would shard nothing; None where it would shard."""
     if fsdp.version == 1 and world_size() == 1:
         return "one process has nobody to share with"
     if fsdp.strategy == "NO_SHARD":
@@ -119,7 +120,7 @@ def _why_whole(fsdp: FsdpLaunch, local_world_size: int) -> str | None:
 
 
 def fsdp_of_file(file: Path, num_processes: int) -> FsdpLaunch | None:
-    """What a launch file asks for, without a launcher; None without FSDP. Raises UserError."""
+    """The FSDP settings of a launch file, read without a launcher; None without FSDP. Raises UserError."""
     config: Any = load_config_from_file(str(file))
     if config.distributed_type != DistributedType.FSDP:
         return None
@@ -167,7 +168,7 @@ def _strategy(values: Mapping[str, str], version: int) -> str:
         if reshard.lower() not in (*YES, *NO):
             raise UserError(f"fsdp_reshard_after_forward is {reshard} and fsdp_version 2 takes true or false")
         return "FULL_SHARD" if reshard.lower() in YES else "SHARD_GRAD_OP"
-    # The older key wins in Accelerate, and its launcher always fills it with FULL_SHARD, whatever the newer one says.
+    # Accelerate prefers the older key, and its launcher always sets it to FULL_SHARD, whatever the newer one is.
     older = values.get("SHARDING_STRATEGY", "FULL_SHARD").upper()
     older = FSDP_SHARDING_STRATEGY[int(older) - 1] if older in ("1", "2", "3", "4", "5") else older
     newer = older if reshard.lower() in (*YES, "none") else reshard.upper()
@@ -214,7 +215,7 @@ def _flag(values: Mapping[str, str], key: str, default: str = "false") -> bool:
 
 
 def check_sharding(fsdp: FsdpLaunch, num_processes: int) -> None:
-    """Refuses (UserError) an offload of what FSDP1 does not shard, and so leaves alone."""
+    """Refuses (UserError) an offload of what FSDP1 does not shard, and so does not offload."""
     if fsdp.offloads and (fsdp.strategy == "NO_SHARD" or (fsdp.version == 1 and num_processes == 1)):
         raise UserError(
             "fsdp_offload_params is true and FSDP1 shards nothing here (NO_SHARD, one process, or HYBRID_SHARD with "
@@ -223,7 +224,7 @@ def check_sharding(fsdp: FsdpLaunch, num_processes: int) -> None:
 
 
 def check_offload(fsdp: FsdpLaunch, precisions: tuple[str, ...]) -> None:
-    """Refuses (UserError) an offload whose loss is scaled; fp16 without a GPU is refused elsewhere."""
+    """Refuses (UserError) an offload in fp16, whose loss is scaled; fp16 without a GPU is refused elsewhere."""
     if fsdp.offloads and precisions == ("fp16",):
         raise UserError(
             "fsdp_offload_params is true and train.mixed_precision is fp16: torch's loss scaler reads its scale on the "
@@ -232,10 +233,10 @@ def check_offload(fsdp: FsdpLaunch, precisions: tuple[str, ...]) -> None:
 
 
 def wrapped_classes(fsdp: FsdpLaunch, skeleton: nn.Module, block_classes: tuple[str, ...]) -> tuple[str, ...]:
-    """The module classes that become units of their own. Raises UserError where the student has no such class.
+    """The module classes that become FSDP units. UserError where the student lacks a class that the file names.
 
-    FSDP2 shards by class only: Accelerate's own rule by size takes lists of modules for units, which torch refuses. By
-    size, the classes are those of the student's modules that are large enough. FSDP1 has torch's rule by size.
+    FSDP2 shards by class only: Accelerate's rule by size makes units of ModuleLists, which torch refuses. By size, the
+    classes are those of the student's modules that are large enough. FSDP1 uses torch's rule by size.
 
     Args:
         skeleton: the student, on any device.
@@ -269,9 +270,9 @@ def fsdp_plugin(
 ) -> FullyShardedDataParallelPlugin:
     """Accelerate's plugin for it; `classes` are those of `wrapped_classes`.
 
-    In bfloat16 and float16 the forward runs under autocast, as it does with DDP: what FSDP would cast by itself are all
-    inputs, timesteps and rotary embeddings among them. FSDP2 gathers weights in that precision and adds gradients up
-    in float32; FSDP1, which would add micro-batches up in the lower one, gathers float32.
+    In bfloat16 and float16 the forward runs under autocast, as with DDP: FSDP would cast all inputs, among them
+    timesteps and rotary embeddings. FSDP2 gathers weights in that precision and accumulates gradients in float32; FSDP1
+    would accumulate micro-batches in the lower precision, so it gathers float32.
     """
     check_offload(fsdp, (precision,))
     if fsdp.uses_flat:
@@ -290,14 +291,14 @@ def fsdp_plugin(
         )
     if fsdp.offloads and on_cpu:
         notices.append("fsdp_offload_params changes nothing without a GPU: everything is in host memory")
-    # Given as an argument it would be a deprecation warning on every rank.
+    # Passed as an argument it would cause a deprecation warning on every rank.
     os.environ[f"{PREFIX}SHARDING_STRATEGY"] = fsdp.strategy
-    low = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    compute_dtype = None if precision == "no" else {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
     if fsdp.version == 2:
-        # A module's last act is often a view, to which FSDP2's hooks are tied; nobody changes one in place.
+        # Modules often return a view, to which FSDP2 attaches its hooks; no output is changed in place here.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        mixed = MixedPrecisionPolicy(low, torch.float32 if low else None, cast_forward_inputs=False)
-        # Without a GPU there is no page-locked memory either, and torch asks for it by default.
+        mixed = MixedPrecisionPolicy(compute_dtype, torch.float32 if compute_dtype else None, cast_forward_inputs=False)
+        # torch page-locks by default, which needs a GPU.
         offload: Any = CPUOffloadPolicy(pin_memory=False) if fsdp.offloads and on_cpu else fsdp.offloads
     else:
         mixed = MixedPrecision(cast_root_forward_inputs=False)
@@ -305,7 +306,7 @@ def fsdp_plugin(
     policy = NO_WRAP if not classes else SIZE if fsdp.policy == SIZE and fsdp.version == 1 else CLASSES
     min_num_params = fsdp.min_num_params
     if policy == NO_WRAP and fsdp.strategy in HYBRID:
-        # FSDP1 finds the machines' groups only where it has a rule for units. No module is as large as this one asks.
+        # FSDP1 makes the machines' groups only with a wrap policy. No module is as large as this one asks for.
         policy, min_num_params = SIZE, sys.maxsize
     try:
         return FullyShardedDataParallelPlugin(
@@ -321,7 +322,7 @@ def fsdp_plugin(
             sync_module_states=False if fsdp.version == 1 else None,
             # This also keeps transformers from loading the text encoder on one rank and leaving it empty on others.
             cpu_ram_efficient_loading=False,
-            # The student's own: Accelerate's would rename its modules.
+            # The student does it itself: Accelerate's would rename its modules.
             activation_checkpointing=False,
             activation_checkpointing_offload=False,
         )

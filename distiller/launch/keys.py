@@ -1,4 +1,4 @@
-"""The keys that a launch file may have. Accelerate sets whatever it finds below a section, and reads what it knows."""
+"""The keys that a launch file may have; Accelerate accepts any key below a section, and ignores those unknown to it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ FLAGS = {
     "fsdp_config": ("fsdp_",),
     "parallelism_config": ("parallelism_config_",),
 }
-"""Section -> how the launcher's flags begin that are its keys."""
+"""Section -> prefixes of the launcher's flags that are its keys."""
 WITHOUT_FLAG = {"fsdp_config": ("fsdp_ignored_modules",)}
-"""What Accelerate's launcher reads from a file alone."""
+"""Section -> keys that the launcher reads from a file only."""
 SHORT_FORMS = {"dynamo_config": "dynamo_", "fsdp_config": "fsdp_"}
-"""Prefixes that Accelerate adds to the keys of a section which lack them."""
+"""Section -> the prefix that Accelerate adds to keys without it."""
 OLDER = ("fp16", "dynamo_backend")
-"""Keys that Accelerate still translates, at the top of a file."""
+"""Older top-level keys that Accelerate still translates."""
 
 
 def reject_unknown_keys(file: Path, content: Mapping[Any, Any]) -> None:
@@ -47,17 +47,17 @@ def reject_unknown_keys(file: Path, content: Mapping[Any, Any]) -> None:
 def _sections() -> dict[str, tuple[str, ...]]:
     flags = vars(launch_command_parser().parse_args(["script"]))
     return {
-        name: (*(flag for flag in flags if flag.startswith(beginnings)), *WITHOUT_FLAG.get(name, ()))
-        for name, beginnings in FLAGS.items()
+        name: (*(flag for flag in flags if flag.startswith(prefixes)), *WITHOUT_FLAG.get(name, ()))
+        for name, prefixes in FLAGS.items()
     }
 
 
 def _nearest(
-    key: str, known: tuple[str, ...], prefix: str, sections: Mapping[str, tuple[str, ...]], top: tuple[str, ...]
+    key: str, valid: tuple[str, ...], prefix: str, sections: Mapping[str, tuple[str, ...]], top: tuple[str, ...]
 ) -> str:
-    longer = [f"{beginning}{key}" for beginning in FLAGS.get(prefix.removesuffix("."), ())]
-    places = [f"{prefix}{name}" for name in longer if name in known]
-    if not places and (here := nearest(key, known)):
+    longer = [f"{flag_prefix}{key}" for flag_prefix in FLAGS.get(prefix.removesuffix("."), ())]
+    places = [f"{prefix}{name}" for name in longer if name in valid]
+    if not places and (here := nearest(key, valid)):
         places = [f"{prefix}{here}"]
     places = places or [f"{name}.{key}" for name, keys in sections.items() if key in keys]
     if not places and key in top:

@@ -1,8 +1,8 @@
-"""Locks that a killed run left on the operators that DeepSpeed builds at first use.
+"""Removes locks that killed runs left on the operators that DeepSpeed builds at first use.
 
-torch guards a build, and each later load, by the mere presence of a file `lock`
+torch guards a build, and each later load, by the presence of a file `lock`
 (https://github.com/pytorch/pytorch/blob/main/torch/utils/file_baton.py): after a SIGKILL the file stays, and every
-later run waits for it without a word. Its owner keeps it open, so one that nobody has open has no owner.
+later run waits for it without a message. Its owner keeps it open, so a lock that no process has open has no owner.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from torch.utils.cpp_extension import get_default_build_root
 
 from distiller.errors import UserError
 
-# An owner on another machine, where the folder is shared, cannot be seen from here: its build gets this long.
+# The owner may be on another machine that shares the folder, where it cannot be seen: its build gets this long.
 PATIENCE_S = 120
 
 
 def extension_folder() -> Path:
-    """Where torch builds operators."""
+    """The folder in which torch builds operators."""
     return Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root()).resolve()
 
 
 def clear_operator_locks(folder: Path, patience_s: float = PATIENCE_S) -> None:
-    """Removes the locks in the folder that have no owner any more; prints a line for each.
+    """Removes the locks in the folder that have no owner; prints a line for each.
 
     Every rank may call it at once: nothing is removed that another rank has made since.
 
@@ -41,7 +41,7 @@ def clear_operator_locks(folder: Path, patience_s: float = PATIENCE_S) -> None:
         for lock in locks:
             _wait(lock, patience_s)
         try:
-            # Between this machine's processes: looking and removing are one step.
+            # One process of this machine at a time checks and removes.
             with (folder / ".distiller").open("w") as handle:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 for lock in locks:
@@ -76,7 +76,7 @@ def _age_s(lock: Path) -> float:
 
 
 def _is_open(lock: Path) -> bool:
-    """Whether a process of this machine has it open, as far as we may look."""
+    """Whether a process of this machine has it open; of other users' processes that cannot be read."""
     for entry in Path("/proc").glob("[0-9]*/fd"):
         try:
             for descriptor in entry.iterdir():

@@ -1,4 +1,4 @@
-"""What must be the same on every rank, or they do not do the work of one run."""
+"""The settings that must be the same on every rank of a run."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ PACKAGES = ("distiller", "torch", "accelerate", "deepspeed", "diffusers", "trans
 
 
 def config_to_compare(recipe: Recipe, launch: Mapping[str, Any]) -> dict[str, Any]:
-    """For JSON, by the names that messages give it; not where files lie on a machine.
+    """The settings of this rank, for JSON, by the names that messages use; without paths of this machine.
 
-    Of the data the content is compared elsewhere, of teacher and student it is not.
+    The content of data files is compared elsewhere; that of teacher and student is not compared.
 
     Args:
-        launch: what the launch file decides: the engine and its settings, the precision.
+        launch: what follows from the launch file: the engine, its settings and the precision.
     """
     keys = flatten(json.loads(recipe.model_dump_json()))
     versions = {f"the version of {name}": _version(name) for name in PACKAGES}

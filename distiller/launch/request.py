@@ -1,7 +1,7 @@
-"""What `accelerate launch` was asked for, read from its own command line and launch file.
+"""The launch request: what `accelerate launch` was asked for, read from its command line and launch file.
 
 Accelerate drops some requests without an error (DeepSpeed with `use_cpu`, `MULTI_CPU` without mpirun, N single runs
-under torchrun on a CPU machine), so the request is read again here, to be compared with what is there.
+under torchrun on a CPU machine), so the request is read again here and compared with what was started.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import yaml
 from accelerate.commands.config.config_args import ClusterConfig, default_config_file, load_config_from_file
@@ -24,6 +24,7 @@ from distiller.launch.keys import SHORT_FORMS, reject_unknown_keys
 from distiller.launch.values import amount, choice, section, whole_number
 
 
+@final
 @dataclass(frozen=True)
 class LaunchRequest:
     """What `accelerate launch` was asked for; `origin` names the file (or flags) in messages."""
@@ -36,22 +37,22 @@ class LaunchRequest:
     num_machines: int = 1
     file_keys: frozenset[str] = frozenset()
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What the engine's own sections say (`zero_stage`, `dynamo_backend` ...), under the launcher's flags' names."""
+    """The keys of the engine's sections (`zero_stage`, `dynamo_backend` ...), by the names of the launcher's flags."""
 
 
 SECTIONS = ("deepspeed_config", "dynamo_config", "fsdp_config", "parallelism_config")
 NUMBERS = {"num_processes": -1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
-"""The file's own whole numbers, and the least of each. Without num_processes (-1), Accelerate counts devices."""
+"""Integer keys and their minimum. With num_processes -1, as without it, Accelerate counts devices."""
 TEXTS = ("distributed_type", "gpu_ids", "main_process_ip", "mixed_precision")
 SWITCHES = ("use_cpu", "debug", "same_network", "enable_cpu_affinity")
-"""Keys that are true or false; Accelerate takes any text for true."""
+"""Boolean keys; Accelerate takes any text for true."""
 OFFLOADED_PARTS = ("offload_optimizer", "offload_param")
 OFFLOAD_DEVICES = ("none", "cpu", "nvme")
 SIZES = (
     *("allgather_bucket_size", "reduce_bucket_size", "sub_group_size", "stage3_max_live_parameters"),
     *("stage3_max_reuse_distance", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size"),
 )
-"""ZeRO's whole numbers, in elements, which DeepSpeed would look at when all weights have been read."""
+"""ZeRO's integer keys, in elements, which DeepSpeed checks only after all weights were read."""
 
 
 def requested_launch() -> LaunchRequest | None:
@@ -89,7 +90,7 @@ def requested_launch() -> LaunchRequest | None:
 
 
 def _flagged_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given as flags: Accelerate's parser keeps their names, and makes no list without any."""
+    """The options that were given as flags; Accelerate's parser lists their names as `nondefault`, if there are any."""
     given = vars(args).get("nondefault", set())
     return {name: value for name, value in vars(args).items() if name in given}
 
@@ -133,7 +134,7 @@ def _section_options(config: ClusterConfig) -> dict[str, Any]:
 
 
 def _load_config(file: Path) -> ClusterConfig:
-    """Reads what Accelerate would, with checks that it leaves out; ValueError and the like say what is wrong."""
+    """Reads what Accelerate would, with checks that it lacks. Raises UserError, ValueError, OSError, YAMLError."""
     content = yaml.safe_load(file.read_text(encoding="utf-8"))
     if not isinstance(content, dict):
         raise ValueError("it is not a mapping of keys")
@@ -159,12 +160,12 @@ def _load_config(file: Path) -> ClusterConfig:
 
 
 def deepspeed_settings(request: LaunchRequest) -> dict[str, Any]:
-    """The settings that a DEEPSPEED request comes to: those of its JSON, or Accelerate's few answers in that form."""
+    """The settings of a DEEPSPEED request: its JSON's, or the launch file's own keys in the JSON's form."""
     options, origin = request.options, request.origin
     file = options.get("deepspeed_config_file")
     if file not in (None, "none"):
         return read_deepspeed_json(origin, file)
-    # Accelerate's plugin reads these as numbers, though the recipe's take their place.
+    # Accelerate's plugin parses these as numbers, though the recipe's replace them.
     for name, read in (("gradient_accumulation_steps", whole_number), ("gradient_clipping", amount)):
         if options.get(name, "auto") not in ("auto", None):
             read(options[name], f"{origin}: {name}")
@@ -212,7 +213,7 @@ def read_deepspeed_json(origin: str, path: Any) -> dict[str, Any]:
         device = section(zero.get(part), f"{file}: {name}").get("device", "none")
         choice(device, f"{file}: {name}.device", (*OFFLOAD_DEVICES, "auto"))
     for name in ("bf16", "fp16"):
-        precision = section(config.get(name, {}), f"{file}: {name}", may_be_nothing=False)
+        precision = section(config.get(name, {}), f"{file}: {name}", may_be_none=False)
         enabled = precision.get("enabled", "auto")
         choice(enabled, f"{file}: {name}.enabled", (True, False, "auto"))
     return config

@@ -1,4 +1,4 @@
-"""Values of launch files and of the DeepSpeed JSONs that they name: read in one way, refused in one line."""
+"""Parses values of launch files and of DeepSpeed JSONs; UserError in one line for a wrong one."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distiller.errors import UserError, shown
 
 
 def whole_number(value: Any, name: str, least: int = 0, takes_text: bool = True) -> int:
-    """Reads a whole number of at least `least`; UserError says that `name` is none.
+    """Reads a whole number of at least `least`; UserError, which names `name`, otherwise.
 
     Args:
-        takes_text: digits in quotes will do, and 1e8, which YAML reads as text; not where a library reads it again.
+        takes_text: accepts digits in quotes, and 1e8, which YAML reads as text. False where a library reads it too.
     """
     number = None
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -30,7 +30,7 @@ def whole_number(value: Any, name: str, least: int = 0, takes_text: bool = True)
 
 
 def amount(value: Any, name: str) -> float:
-    """Reads a number; UserError says that `name` is none."""
+    """Reads a number; UserError, which names `name`, otherwise."""
     try:
         return float(str(value))
     except ValueError as error:
@@ -38,16 +38,16 @@ def amount(value: Any, name: str) -> float:
 
 
 def switch(value: Any, name: str) -> bool:
-    """Reads true or false as Accelerate does; UserError says that `name` is neither."""
+    """Reads true or false as Accelerate does; UserError, which names `name`, otherwise."""
     try:
         return bool(str_to_bool(str(value)))
     except ValueError as error:
         raise UserError(f"{name} is {shown(value)}; choose true or false") from error
 
 
-def section(value: Any, name: str, may_be_nothing: bool = True) -> dict[str, Any]:
-    """A mapping of keys, {} for nothing where that may stand; UserError says that `name` is none."""
-    if value is None and may_be_nothing:
+def section(value: Any, name: str, may_be_none: bool = True) -> dict[str, Any]:
+    """Checks for a mapping of keys; {} for None if `may_be_none`; UserError, which names `name`, otherwise."""
+    if value is None and may_be_none:
         return {}
     if not isinstance(value, dict):
         raise UserError(f"{name} is {shown(value)}, which is not a mapping of keys; write its keys below it")
@@ -55,7 +55,7 @@ def section(value: Any, name: str, may_be_nothing: bool = True) -> dict[str, Any
 
 
 def choice(value: Any, name: str, choices: tuple[Any, ...]) -> Any:
-    """One of `choices`, true not being 1; UserError lists them."""
-    if not any(value == known and type(value) is type(known) for known in choices):
-        raise UserError(f"{name} is {shown(value)}; choose one of {', '.join(shown(known) for known in choices)}")
+    """Returns the value if it is one of `choices` (True is not 1); UserError, which lists them, otherwise."""
+    if not any(value == valid and type(value) is type(valid) for valid in choices):
+        raise UserError(f"{name} is {shown(value)}; choose one of {', '.join(shown(valid) for valid in choices)}")
     return value

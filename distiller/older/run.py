@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from distiller.cli import guarded
 from distiller.config.loading import parse
 from distiller.distributed.process import is_main_process, prepare_environment, rank
-from distiller.distributed.shutdown import Stops
+from distiller.distributed.shutdown import StopSignals
 from distiller.errors import RunError, UserError
 from distiller.older.flags import Flags, read_flags
 from distiller.older.launch import Launch, check_launcher
@@ -35,7 +35,7 @@ def main(command: Sequence[str] | None = None) -> int:
     return guarded(lambda stops: _train(sys.argv if command is None else command, stops))
 
 
-def _train(command: Sequence[str], stops: Stops) -> None:
+def _train(command: Sequence[str], stops: StopSignals) -> None:
     flags = read_flags(command[1:])
     launch = Launch.here()
     notices = check_launcher(flags, launch, command)

@@ -1,1 +1,1 @@
-"""What a run keeps in its `output_dir` beside checkpoints, and reading it back."""
+"""A run's `output_dir`: whether a run may use it, and the record of the input files."""

@@ -1,4 +1,4 @@
-"""The files of a run's inputs, and a quick look at what they hold."""
+"""The files of a run's inputs, and digests of samples of their content."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ MOST_DATA_FILES = 256
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 
 Digests = dict[str, str]
-"""File name, relative to the input -> digest of what was looked at."""
+"""File name, relative to the input -> digest of the sampled content."""
 
 
-def look_at(recipe: Recipe, key: str) -> Digests | None:
-    """What the input of a key of `INPUTS` holds, as far as a quick look shows; None where nothing is there to look at.
+def digest_input(recipe: Recipe, key: str) -> Digests | None:
+    """Digests of the input of a key of `INPUTS`, sampled so that it takes seconds; None where there are no files.
 
-    Of weights that is every tensor's name, dtype, shape and a part of its middle; of other large files, evenly spaced
-    blocks; of many data files, evenly spaced ones.
+    Sampled are: of weights, every tensor's name, dtype, shape and a part of its middle; of other large files, evenly
+    spaced blocks; of many data files, evenly spaced files.
     """
     section, name = key.split(".")
     value = getattr(getattr(recipe, section), name, None)
@@ -51,14 +51,14 @@ def look_at(recipe: Recipe, key: str) -> Digests | None:
     if key == "data.path":
         files = list(_data_files(value))
         step = max(len(files) / MOST_DATA_FILES, 1.0)
-        files = [files[int(number * step)] for number in range(min(len(files), MOST_DATA_FILES))]
+        files = [files[int(i * step)] for i in range(min(len(files), MOST_DATA_FILES))]
     else:
         files = list(_model_files(value, recipe.teacher if section == "teacher" else None))
     return {relative: _digest(file) for relative, file in files} or None
 
 
 def is_on_hub(recipe: Recipe, key: str) -> bool:
-    """Whether the input of a key of `INPUTS` is a model of a hub, of which only some files may be here."""
+    """Whether the input of a key of `INPUTS` is a hub's model, of which not all files may be in the local cache."""
     section, name = key.split(".")
     value = getattr(getattr(recipe, section), name, None)
     return value is not None and name == "path" and section != "data" and not find_model_file(value).exists()
@@ -134,17 +134,17 @@ def _digest(file: Path) -> str:
         with file.open("rb") as stream:
             size = stream.seek(0, os.SEEK_END)
             total.update(f"{size};".encode())
-            for start, length in _places(file, size):
+            for start, length in _sampled_ranges(file, size):
                 stream.seek(start)
                 total.update(stream.read(length))
     except OSError as error:
-        # Whoever needs the file says so; one that nobody reads must not end the run.
+        # A file that is needed is reported when it is read; one that is not needed must not end the run.
         return f"unreadable: {error.strerror}"
     return total.hexdigest()
 
 
-def _places(file: Path, size: int) -> Iterator[tuple[int, int]]:
-    """(start, length) of what is read of a file."""
+def _sampled_ranges(file: Path, size: int) -> Iterator[tuple[int, int]]:
+    """(start, length) in bytes of the parts of a file that are digested."""
     if size <= BLOCK_BYTES * NUM_BLOCKS:
         yield 0, size
         return
@@ -159,5 +159,5 @@ def _places(file: Path, size: int) -> Iterator[tuple[int, int]]:
                 length = min(tensor.num_bytes, BLOCK_BYTES)
                 yield tensor.start + (tensor.num_bytes - length) // 2, length
             return
-    for number in range(NUM_BLOCKS):
-        yield (size - BLOCK_BYTES) * number // (NUM_BLOCKS - 1), BLOCK_BYTES
+    for i in range(NUM_BLOCKS):
+        yield (size - BLOCK_BYTES) * i // (NUM_BLOCKS - 1), BLOCK_BYTES

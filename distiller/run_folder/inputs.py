@@ -1,4 +1,4 @@
-"""The files that a recipe names: where they lie may change between two starts of a run, what they hold may not."""
+"""The input files that a recipe names: in a resumed run their paths may have changed, their content may not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distiller.config.loading import parse
 from distiller.config.recipe import PATHS, Recipe
 from distiller.config.sections import flatten
 from distiller.errors import UserError
-from distiller.run_folder.input_files import Digests, is_on_hub, look_at
+from distiller.run_folder.input_files import Digests, digest_input, is_on_hub
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.hub import looks_like_hub_id
 from distiller.storage.packaged_files import ASSET_PREFIX, PACKAGE_PREFIX
@@ -24,11 +24,11 @@ INPUTS = {
     "student.config": ("student.config",),
     "data.path": ("data.path",),
 }
-"""Inputs whose content is compared on resume, each with the keys that say where it is."""
+"""Inputs whose content is compared on resume -> the keys that locate them."""
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The same recipe for every working directory. Hub ids, packaged files and URLs are left as they are."""
+    """The recipe with absolute paths. Hub ids, packaged files and URLs are left as they are."""
     updates: dict[str, dict[str, Any]] = {}
     for key in PATHS:
         section, _, name = key.rpartition(".")
@@ -42,26 +42,26 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     )
 
 
-def remember(recipe: Recipe, run_dir: Path) -> None:
-    """Writes what the run's inputs hold, once, when all of them are on this machine.
+def record_inputs(recipe: Recipe, run_dir: Path) -> None:
+    """Writes the digests of the run's inputs, in its first session, when all of them are on this machine.
 
-    In a resumed run, compares what has been fetched from a hub since `check_same_inputs`. Does not communicate.
+    In a resumed run, compares files that were fetched from a hub after `check_same_inputs`. Does not communicate.
 
     Raises:
         UserError: a fetched file is not the one that the run began with.
     """
     file = run_dir / INPUTS_FILE
     if not file.exists():
-        write_durably(file, json.dumps({key: look_at(recipe, key) for key in INPUTS}, indent=1) + "\n")
+        write_durably(file, json.dumps({key: digest_input(recipe, key) for key in INPUTS}, indent=1) + "\n")
         return
-    for key, before in remembered(run_dir).items():
+    for key, before in recorded_inputs(run_dir).items():
         if before is not None and key in INPUTS and is_on_hub(recipe, key):
             where = f"{key} {getattr(recipe, key.split('.')[0]).path} is no longer what the run began with"
             _compare(before, recipe, key, where)
 
 
-def remembered(run_dir: Path) -> Mapping[str, Digests | None]:
-    """What `remember` wrote; {} in a run of an older version, and in one that ended before."""
+def recorded_inputs(run_dir: Path) -> Mapping[str, Digests | None]:
+    """What `record_inputs` wrote; {} for a run of an older version, or one that ended before it."""
     try:
         return json.loads((run_dir / INPUTS_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,26 +70,26 @@ def remembered(run_dir: Path) -> Mapping[str, Digests | None]:
         raise UserError(f"--resume: {run_dir / INPUTS_FILE} is damaged ({error}); remove it") from error
 
 
-def check_same_inputs(run_dir: Path, held: Mapping[str, Any], recipe: Recipe) -> None:
-    """Compares what a run's inputs hold with what they held when it began. Reads files; does not communicate.
+def check_same_inputs(run_dir: Path, original: Mapping[str, Any], recipe: Recipe) -> None:
+    """Compares a run's inputs with those that it began with. Reads files; does not communicate.
 
-    A teacher is compared wherever it lies, data and the student's beginnings where their paths are others now: data in
-    their place are compared by their digest.
+    A teacher is compared in any case, the other inputs where their paths have changed: data at the same path are
+    compared by their digest in the checkpoint.
 
     Args:
-        held: the recipe that the run was begun with, by dotted keys.
-        recipe: that of now.
+        original: the recipe that the run began with, by dotted keys.
+        recipe: the recipe of this session.
 
     Raises:
-        UserError: one holds something else, with the file; or its path is another one and nobody knows what it held.
+        UserError: the content of an input has changed; or its path has, and its first content is not known.
     """
-    now, was = flatten(json.loads(with_absolute_paths(recipe).model_dump_json())), absolute_paths(held)
-    known = remembered(run_dir)
+    now, was = flatten(json.loads(with_absolute_paths(recipe).model_dump_json())), absolute_paths(original)
+    recorded = recorded_inputs(run_dir)
     for key, places in INPUTS.items():
         others = [place for place in places if now.get(place) != was.get(place)]
-        if not others and (key != "teacher.path" or known.get(key) is None):
+        if not others and (key != "teacher.path" or recorded.get(key) is None):
             continue
-        before = known.get(key) or _look_at_older(held, key)
+        before = recorded.get(key) or _digest_unrecorded(original, key)
         moved = "; ".join(f"{place} was {was.get(place)} and is {now.get(place)} now" for place in others)
         if before is None:
             raise UserError(f"--resume: {moved}, and what the first held is not known; give the first again")
@@ -97,12 +97,12 @@ def check_same_inputs(run_dir: Path, held: Mapping[str, Any], recipe: Recipe) ->
 
 
 def _compare(before: Digests, recipe: Recipe, key: str, where: str) -> None:
-    """UserError, which begins with `where`, if an input holds something else than `before`.
+    """UserError, which begins with `where`, if the digests of an input are not `before`. Further files are ignored.
 
-    Files that lie beside these change nothing. Of a hub's model, those that are not in the local cache are left out:
-    weights are fetched later, and `remember` compares them then; a component whose stage is complete never is.
+    Of a hub's model, files that are not in the local cache are left out: weights are fetched later, and `record_inputs`
+    compares them then; components that only a complete stage needed are not fetched again.
     """
-    after = look_at(recipe, key) or {}
+    after = digest_input(recipe, key) or {}
     names = [name for name in before if name in after] if is_on_hub(recipe, key) else list(before)
     wrong = next((name for name in names if after.get(name) != before[name]), None)
     if wrong is not None:
@@ -110,24 +110,24 @@ def _compare(before: Digests, recipe: Recipe, key: str, where: str) -> None:
         raise UserError(f"--resume: {where}: {what}; give the same files, or begin another run")
 
 
-def absolute_paths(held: Mapping[str, Any]) -> dict[str, Any]:
+def absolute_paths(keys: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys with absolute paths, for a recipe that an older version wrote as it was given."""
     return {
-        key: _absolute(key, value) if key in PATHS and isinstance(value, str) else value for key, value in held.items()
+        key: _absolute(key, value) if key in PATHS and isinstance(value, str) else value for key, value in keys.items()
     }
 
 
-def _look_at_older(held: Mapping[str, Any], key: str) -> Digests | None:
-    """What lies where a run's recipe says, for runs that remember nothing of it."""
+def _digest_unrecorded(original: Mapping[str, Any], key: str) -> Digests | None:
+    """Digests of what lies at the path of the original recipe, for runs without a record of it."""
     tree: dict[str, Any] = {}
-    for name, value in held.items():
+    for name, value in original.items():
         *sections, last = name.split(".")
         node = tree
         for section in sections:
             node = node.setdefault(section, {})
         node[last] = value
     try:
-        return look_at(parse(tree), key)
+        return digest_input(parse(tree), key)
     except UserError:
         return None
 

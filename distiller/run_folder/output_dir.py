@@ -1,4 +1,4 @@
-"""A run's output folder: whose it is, and how far it has come."""
+"""A run's output folder: whether this run may use it, and how many steps it has done."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import check_resumable, latest_step
@@ -21,10 +21,10 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.run_folder.inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
 from distiller.storage.durable_writes import write_durably
-from distiller.storage.folder_lock import hold, refuse_if_running
+from distiller.storage.folder_lock import lock_folder, refuse_if_running
 from distiller.storage.yaml_files import parse_yaml
 
-_PATIENCE_S = 30
+_VISIBILITY_TIMEOUT_S = 30
 RECIPE_FILE = "recipe.yaml"
 SUMMARY_FILE = "summary.json"
 # Where the teacher lives and how an update is split change no number, and after an out-of-memory, or on fewer GPUs,
@@ -42,16 +42,17 @@ MAY_CHANGE_ON_RESUME = (
 SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
 
 
+@final
 @dataclass(frozen=True)
 class Claim:
-    """What the folder already holds. Finished means that the summary, the last thing a run writes, is there."""
+    """The state of the run's folder. Finished means that the summary, which a run writes last, is there."""
 
     steps_done: int
     is_finished: bool
     is_new: bool = False
 
-    def said(self, folder: Path, last_step: int) -> str:
-        """In one line, where a resumed run goes on from."""
+    def resume_message(self, folder: Path, last_step: int) -> str:
+        """One line that says from which step a resumed run continues."""
         if self.is_new:
             return f"warning: --resume: {folder} holds no run (is output_dir right?); this is a new one, from step 1"
         if not self.steps_done:
@@ -66,7 +67,7 @@ def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
     """Checks whether the folder can be this run's, as far as the recipe alone says. Changes nothing.
 
     Returns:
-        whether the run is finished. Nothing is left to do then: neither its inputs nor what may be written are checked.
+        whether the run is finished. Neither inputs nor write access are checked then.
 
     Raises:
         UserError: it is another run's, is in use, cannot be continued by this recipe, or cannot be written.
@@ -88,7 +89,7 @@ def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
                 f"output_dir: {folder} already holds a run; pass --resume to continue it, or choose another folder "
                 "with output_dir=..."
             )
-        begun = _held_recipe(held)
+        begun = _read_recipe(held)
         _check_same_recipe(begun, recipe)
         if is_finished(recipe, last_step):
             return True
@@ -104,7 +105,7 @@ def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
 
 
 def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step: int) -> Claim:
-    """Makes the folder ours, until this process ends, and says how far it has come. Rank 0 calls it.
+    """Locks the folder until this process ends, and returns its state. Rank 0 calls it.
 
     Changes nothing where the run is finished.
 
@@ -132,7 +133,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
             raise UserError(f"cache_dir: {recipe.cache_dir} cannot be made a folder ({error.strerror})") from error
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        hold(folder)
+        lock_folder(folder)
         write_durably(held, dump(with_absolute_paths(recipe)))
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
@@ -140,30 +141,30 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:
-    """Whether the folder's run has come to its end; rank 0's folder is every rank's."""
+    """Whether the folder's run has finished, at `last_step`."""
     return _steps_of(Path(recipe.output_dir) / SUMMARY_FILE) == last_step
 
 
 def is_finished_by_files(recipe: Recipe) -> bool:
-    """Whether the folder holds this recipe's whole run, where its teacher or data are gone. Reads the folder alone.
+    """Whether the folder holds this recipe's finished run, where its teacher or data are gone. Reads only the folder.
 
-    Only of a run with `train.max_steps`: without it the last step depends on the data. Keys that the recipe leaves to
-    the teacher's defaults are not compared. Raises UserError for another run's folder.
+    False without `train.max_steps`: the last step depends on the data then. Keys that the recipe leaves to the
+    teacher's defaults are not compared. UserError for another run's folder.
     """
     held = Path(recipe.output_dir) / RECIPE_FILE
     if not recipe.train.max_steps or not is_finished(recipe, recipe.train.max_steps) or not os.path.isfile(held):
         return False
-    _check_same_recipe(_held_recipe(held), recipe, has_defaults=False)
+    _check_same_recipe(_read_recipe(held), recipe, has_defaults=False)
     return True
 
 
 def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
-    """Every rank sees what rank 0 writes into the folder, or UserError on all of them. Communicates.
+    """UserError on every rank if one does not see what rank 0 writes into the folder. Communicates.
 
-    `key` is the recipe's for the folder.
+    `key` is the folder's recipe key, for messages.
     """
-    token = folder / ranks.from_main(lambda: _make_token(folder))
-    unseen = [rank for rank, sees in enumerate(ranks.gather(_appears(token))) if not sees]
+    token = folder / ranks.broadcast_from_main(lambda: _make_token(folder))
+    unseen = [rank for rank, sees in enumerate(ranks.gather(_wait_for_file(token))) if not sees]
     if ranks.is_main:
         token.unlink(missing_ok=True)
     if unseen:
@@ -174,16 +175,16 @@ def check_shared(folder: Path, ranks: Ranks, key: str = "output_dir") -> None:
 
 
 def check_shared_stages(recipe: Recipe, is_missing: bool, ranks: Ranks) -> None:
-    """Ranks that will wait for a stage look where it will be made, or UserError on all of them. Communicates.
+    """`check_shared` of the stages' folder, if a stage will be made in it. Communicates.
 
-    `is_missing` is whether this rank lacks one that some ranks make for all.
+    `is_missing` is whether this rank lacks a stage that some ranks make for all.
     """
     if any(ranks.gather(is_missing)) and recipe.cache_dir is not None:
-        check_shared(recipe.stages_dir.own, ranks, "cache_dir")
+        check_shared(recipe.stages_dir.primary, ranks, "cache_dir")
 
 
 def _why_not_writable(folder: Path) -> str | None:
-    """Why a folder cannot be made or written to, by what is there of its path; None where nothing speaks against it."""
+    """Why a folder cannot be made or written to, judged by its nearest existing parent; None if it can."""
     place = Path(os.path.abspath(folder))
     while True:
         try:
@@ -205,9 +206,9 @@ def _make_token(folder: Path) -> str:
     return name
 
 
-def _appears(file: Path) -> bool:
-    """Other machines may see a new entry of a network file system late."""
-    for _ in range(_PATIENCE_S):
+def _wait_for_file(file: Path) -> bool:
+    """Waits for a file, which other machines may see late on a network file system; False after 30 s."""
+    for _ in range(_VISIBILITY_TIMEOUT_S):
         if file.exists():
             return True
         time.sleep(1)
@@ -221,7 +222,7 @@ def _steps_of(summary: Path) -> int:
         return 0
 
 
-def _held_recipe(file: Path) -> dict[str, Any]:
+def _read_recipe(file: Path) -> dict[str, Any]:
     try:
         held = parse_yaml(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -232,7 +233,7 @@ def _held_recipe(file: Path) -> dict[str, Any]:
 
 
 def _check_same_recipe(held: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:
-    """UserError if a key differs that may not. `has_defaults`: whether the recipe has those of the teacher."""
+    """UserError if a key differs that may not. `has_defaults`: whether the teacher's defaults are filled in."""
     mine = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
     theirs = absolute_paths(flatten(held))
     compared_by_content = [key for keys in INPUTS.values() for key in keys]

@@ -10,34 +10,36 @@ import time
 from pathlib import Path
 
 LARGE_BYTES = 64 * 2**20
-"""From this size on, the digest of weights that lie in a plain folder is noted down."""
+"""From this size on, the digest of weights in a plain folder is recorded on disk."""
 
 SETTLED_S = 2.0
 """A file that changed less than this ago may change again within the resolution of the file system's times."""
 
 _DIGEST, _SHA256 = re.compile("[0-9a-f]{32}"), re.compile("[0-9a-f]{64}")
 
-_known: dict[bytes, bytes] = {}
-"""Digests that this process has computed, by those of the files' paths and looks: both packed, for many files."""
+_computed: dict[bytes, bytes] = {}
+"""Content digests that this process knows, by the digest of path and stat signature; as bytes, to hold many files."""
 
 
 def content_digest(file: Path) -> str:
     """BLAKE2b of the whole content, 32 hexadecimal digits. Raises OSError.
 
-    A process reads each file once, for as long as it looks unchanged. The weights of a large teacher take minutes, so
-    their digest is noted down on this machine and they are read once for all processes: the hub's cache keeps large
-    files under their SHA-256; other large safetensors files are known by their path, size and times.
+    A process reads each file once, for as long as its stat signature stays the same. Reading the weights of a large
+    teacher takes minutes, so their digest is recorded in the user's cache folder and they are read once for all
+    processes: the hub's cache names large files by their SHA-256, which is the record's name; other large safetensors
+    files are identified by path and stat signature.
     """
-    look = hashlib.blake2b(repr((os.path.abspath(file), look_of(file))).encode(), digest_size=16).digest()
-    if look not in _known:
-        note = _note_of(file)
-        digest = None if note is None else read_note(note)
+    identity = repr((os.path.abspath(file), stat_signature(file))).encode()
+    key = hashlib.blake2b(identity, digest_size=16).digest()
+    if key not in _computed:
+        record = _record_of(file)
+        digest = None if record is None else read_recorded_digest(record)
         if digest is None:
             digest = read_digest(file)
-            if note is not None:
-                write_note(note, digest)
-        _known[look] = bytes.fromhex(digest)
-    return _known[look].hex()
+            if record is not None:
+                record_digest(record, digest)
+        _computed[key] = bytes.fromhex(digest)
+    return _computed[key].hex()
 
 
 def read_digest(file: Path) -> str:
@@ -46,50 +48,50 @@ def read_digest(file: Path) -> str:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def look_of(file: Path) -> tuple[int, int, int, int, int]:
-    """Size, times, device and inode, of what a link leads to: while they are the same, so is the content.
+def stat_signature(file: Path) -> tuple[int, int, int, int, int]:
+    """Size, mtime, ctime, device and inode of a file, links followed: while they are the same, so is the content.
 
-    The time of the last change of any kind is among them, which no program sets.
+    ctime, the time of the last change of content or attributes, cannot be set by a program.
     """
     status = file.stat()
     return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_dev, status.st_ino
 
 
-def note_file(name: str) -> Path:
-    """Where a digest is noted on this machine, for all runs of the user."""
+def digest_record(name: str) -> Path:
+    """The file that holds a recorded digest on this machine, for all runs of the user."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(cache) / "distiller" / "contents" / name
 
 
-def read_note(note: Path) -> str | None:
-    """The digest that was noted; None where there is none, or none that can be read."""
+def read_recorded_digest(record: Path) -> str | None:
+    """The recorded digest; None where there is none, or none that can be read."""
     try:
-        noted = note.read_text(encoding="ascii")
+        digest = record.read_text(encoding="ascii")
     except (OSError, ValueError):
         return None
-    return noted if _DIGEST.fullmatch(noted) else None
+    return digest if _DIGEST.fullmatch(digest) else None
 
 
-def write_note(note: Path, digest: str) -> None:
-    """Notes a digest down; where that fails, it does nothing: a home that cannot be written costs time alone."""
+def record_digest(record: Path, digest: str) -> None:
+    """Writes a record. Does nothing where that fails: without the record, the next process reads the file again."""
     try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        # Ranks may write the same note at once.
-        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=note.parent, delete=False) as stream:
+        record.parent.mkdir(parents=True, exist_ok=True)
+        # Ranks may write the same record at once.
+        with tempfile.NamedTemporaryFile("w", encoding="ascii", dir=record.parent, delete=False) as stream:
             stream.write(digest)
-        os.replace(stream.name, note)
+        os.replace(stream.name, record)
     except OSError:
         return
 
 
-def _note_of(file: Path) -> Path | None:
-    """Where the digest is noted of a file of the hub's cache, or of large weights; None for other files."""
-    found = file.resolve()
-    if file.is_symlink() and found.parent.name == "blobs" and _SHA256.fullmatch(found.name):
-        return note_file(found.name)
-    about = file.stat()
-    is_settled = time.time() - max(about.st_mtime, about.st_ctime) > SETTLED_S
-    if found.suffix != ".safetensors" or about.st_size < LARGE_BYTES or not is_settled:
+def _record_of(file: Path) -> Path | None:
+    """The record of a file in the hub's cache, or of large weights; None for other files."""
+    target = file.resolve()
+    if file.is_symlink() and target.parent.name == "blobs" and _SHA256.fullmatch(target.name):
+        return digest_record(target.name)
+    status = file.stat()
+    is_settled = time.time() - max(status.st_mtime, status.st_ctime) > SETTLED_S
+    if target.suffix != ".safetensors" or status.st_size < LARGE_BYTES or not is_settled:
         return None
-    known_by = f"{found}\0{look_of(file)}"
-    return note_file(f"file-{hashlib.sha256(os.fsencode(known_by)).hexdigest()}")
+    identity = f"{target}\0{stat_signature(file)}"
+    return digest_record(f"file-{hashlib.sha256(os.fsencode(identity)).hexdigest()}")

@@ -1,4 +1,4 @@
-"""Small files and folder entries that are on the disk when a call returns, as far as the file system offers that."""
+"""Writes of small files and folder entries that are on the disk (fsync) when the call returns."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What fsync says where a file system has no such thing: of folders, as a rule (FUSE, SMB and some others)."""
+"""Errors of fsync on file systems without it; mostly for folders (FUSE, SMB and some others)."""
 
 
 def write_durably(file: Path, text: str) -> None:
@@ -24,7 +24,7 @@ def write_durably(file: Path, text: str) -> None:
 
 
 def sync(descriptor: int) -> bool:
-    """Brings an open file or folder to the disk. False where the file system does not offer that; other OSErrors."""
+    """fsync of an open file or folder. False where the file system does not offer it; raises other OSErrors."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -35,7 +35,7 @@ def sync(descriptor: int) -> bool:
 
 
 def sync_folder(folder: Path) -> bool:
-    """Brings a folder's entries to the disk. False where the file system does not offer that; other OSErrors."""
+    """fsync of a folder's entries. False where the file system does not offer it; raises other OSErrors."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         return sync(descriptor)
@@ -44,9 +44,9 @@ def sync_folder(folder: Path) -> bool:
 
 
 def missing_durability(folder: Path) -> str | None:
-    """One line on what cannot be had of durability in a folder, tried with a file there; None if all can.
+    """One line that says whether fsync of files or folders is missing, tried with a file in `folder`; None if neither.
 
-    OSError where the folder cannot be written.
+    Raises OSError where the folder cannot be written.
     """
     probe = folder / f".{os.getpid()}.sync"
     try:

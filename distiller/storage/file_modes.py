@@ -1,4 +1,4 @@
-"""The permissions of files that others may read: what the process's umask allows, whoever wrote them."""
+"""File permissions by the process's umask, also for files that a library wrote for their owner alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import re
 from pathlib import Path
 
 _NOT_GRANTED = (errno.EPERM, errno.EACCES, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What chmod says of another user's file, and on file systems without modes (vfat, some of FUSE)."""
+"""Errors of chmod for another user's file, and on file systems without modes (vfat, some of FUSE)."""
 
 
 def follow_umask(path: Path) -> None:
     """Gives a file, or all files below a folder, the mode that `open` would have given them.
 
-    safetensors creates its files for the owner alone, whatever the umask says. Where the system refuses the change, the
-    mode stays as it is: the content is complete, and must not be lost for it. Other OSErrors are raised.
+    safetensors creates its files for the owner alone, whatever the umask. Where the system refuses the change, the mode
+    stays as it is, since the content is complete. Other OSErrors are raised.
     """
     mode = 0o666 & ~_umask()
     for file in (path,) if path.is_file() else path.rglob("*"):
@@ -28,7 +28,7 @@ def follow_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """Read, where Linux tells it: to set it for a moment would reach the files of other threads."""
+    """The umask, read from /proc where possible: setting it for a moment affects files that other threads create."""
     try:
         found = re.search(r"^Umask:\s*(\d+)$", Path("/proc/self/status").read_text(encoding="utf-8"), re.MULTILINE)
     except OSError:

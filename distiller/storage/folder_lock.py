@@ -1,7 +1,7 @@
-"""One run at a time in an output folder: a lock that the kernel lets go of when the process ends, however it ends.
+"""A lock on an output folder, so that one run at a time uses it. The kernel releases it when the process ends.
 
-A POSIX record lock: NFS carries it to other machines, loader processes do not inherit it, and the file that a killed
-run leaves behind locks nobody out.
+It is a POSIX record lock: it works over NFS, loader processes do not inherit it, and the lock file that a killed run
+leaves behind blocks nobody.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def refuse_if_running(folder: Path) -> None:
     try:
         handle = os.open(folder / LOCK_FILE, os.O_RDWR)
     except OSError:
-        # There is none, or the folder cannot be written, which is said when it is tried.
+        # There is no lock file, or the folder cannot be written, which is reported when a run writes to it.
         return
     try:
         _lock(handle, folder)
@@ -33,10 +33,10 @@ def refuse_if_running(folder: Path) -> None:
         os.close(handle)
 
 
-def hold(folder: Path, key: str = "output_dir") -> None:
-    """Holds the folder until this process ends. UserError if another one does; OSError if it cannot be written.
+def lock_folder(folder: Path, key: str = "output_dir") -> None:
+    """Locks the folder until this process ends. UserError if another process holds it; OSError if it is read-only.
 
-    `key` is the recipe's for the folder.
+    `key` is the folder's recipe key, for messages.
     """
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
     # Never closed: closing any descriptor of the file would end the lock.
@@ -46,8 +46,8 @@ def hold(folder: Path, key: str = "output_dir") -> None:
     os.pwrite(handle, json.dumps(holder).encode(), 0)
 
 
-def tidy(folder: Path) -> None:
-    """Takes the lock's file away at the end of a run; the lock itself goes with the process."""
+def remove_lock_file(folder: Path) -> None:
+    """Removes the lock file at the end of a run; the lock itself ends with the process."""
     (folder / LOCK_FILE).unlink(missing_ok=True)
 
 

@@ -1,4 +1,4 @@
-"""Tensors that grow on the disk, row by row, for what may not fit into memory before it is saved."""
+"""Tensors that grow row by row in files, for data that may not fit into memory before it is saved."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 @final
 class GrowingTensors:
-    """Appends rows to one file a name in a folder, and maps them in the end. Closed, and the files gone, by `with`."""
+    """Appends rows to one file for each name, and maps the files in the end. A context manager, which removes them."""
 
     def __init__(self, folder: Path) -> None:
         """Makes the folder."""
@@ -40,13 +40,13 @@ class GrowingTensors:
         self._counts[name] += len(rows)
 
     def mapped(self) -> dict[str, Tensor]:
-        """All rows of every name, in the files' memory: valid until this is closed, and nothing may be added."""
+        """All rows of every name, mapped from the files: valid until the context ends; no row may be added then."""
         tensors = {}
         for name, file in self._files.items():
             file.flush()
             dtype, row = self._kinds[name]
             size = self._counts[name] * row.numel()
-            # Nothing can be mapped of an empty file.
+            # An empty file cannot be mapped.
             flat = (
                 torch.from_file(str(self._path(name)), size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)
             )

@@ -24,7 +24,7 @@ OTHER_FORMS = (
     *("*.bin", "*.ckpt", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot"),
     *("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema.*", "*.non_ema-*"),
 )
-"""Files that are never read: pickles, other frameworks', and the variants that lie beside a model's own weights."""
+"""Patterns of files that are never read: pickles, other frameworks' weights, and variants of a model's weights."""
 
 
 def is_other_form(name: str) -> bool:
@@ -33,7 +33,7 @@ def is_other_form(name: str) -> bool:
 
 
 def looks_like_hub_id(name: str) -> bool:
-    """Whether a recipe's path can only mean the hub, where no such folder is there."""
+    """Whether a recipe's path has the form of a hub id, owner/name; a folder of that name takes precedence."""
     parts = name.split("/")
     return len(parts) == 2 and all(parts) and not name.startswith((".", "~"))
 
@@ -42,7 +42,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
     """Makes the files that match and are not `OTHER_FORMS` present, and returns the folder that holds them.
 
     Args:
-        section: of the recipe, whose `path` and `revision` these are.
+        section: the recipe's section that `name` and `revision` are from, for messages.
 
     Raises:
         UserError: every failure, in one line that names the id and the way to work offline.
@@ -65,7 +65,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
             f"{offline}"
         ) from error
     except Exception as error:
-        # The hub's library lets errors of its HTTP client through, which is another package from version to version.
+        # huggingface_hub passes on errors of its HTTP client, which is a different package in different versions.
         why = "offline mode is on and it is not in the local cache"
         if not constants.HF_HUB_OFFLINE:
             why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
@@ -75,7 +75,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
 
 
 def stored_names(name: str, revision: str | None, root: Path, inside: str) -> set[str]:
-    """The names of a transformers model's tensors: of its header alone, which is fetched where it is not here.
+    """The names of a transformers model's tensors, from its header alone, which is fetched if it is not here.
 
     Args:
         root: the folder with its JSON files.
@@ -98,7 +98,7 @@ def stored_names(name: str, revision: str | None, root: Path, inside: str) -> se
     except EntryNotFoundError:
         return set(index)
     except Exception as error:
-        # Whatever its HTTP client raises. How a model is tied hangs on the names, so nothing is assumed of them.
+        # Any error of the HTTP client. Tied weights are found by these names, so they cannot be guessed.
         why = f"{type(error).__name__}: {' '.join(str(error).splitlines()[:1])}"
         raise UserError(
             f"{name}: the names of its tensors cannot be read from the hub ({why}); try again, or set "
@@ -107,18 +107,18 @@ def stored_names(name: str, revision: str | None, root: Path, inside: str) -> se
 
 
 def is_offline() -> bool:
-    """Whether only what the local cache holds can be had."""
+    """Whether the hub must not be asked (HF_HUB_OFFLINE), so that only the local cache can be read."""
     return constants.HF_HUB_OFFLINE
 
 
 def listed_files(name: str, revision: str | None) -> frozenset[str]:
-    """The files of a repository; none of them where the hub cannot be asked."""
+    """The files of a repository; empty where the hub cannot be asked."""
     if is_offline():
         return frozenset()
     try:
         return frozenset(HfApi().list_repo_files(name, revision=revision))
     except Exception:
-        # Whatever its HTTP client raises: the descriptions came from the local cache, then.
+        # Any error of the HTTP client: the model's JSON files came from the local cache then.
         return frozenset()
 
 
@@ -126,14 +126,14 @@ def check_listed(names: frozenset[str], folder: str, library_name: str, origin: 
     """Raises UserError for a repository that holds weights only under names by which no library reads them.
 
     Args:
-        names: of its files; where there are none nothing is known, and nothing refused.
-        folder: of the model within it; '' at its top.
-        library_name: of the whole weights.
+        names: the repository's files; empty where they are not known, and nothing is refused.
+        folder: the model's folder within the repository; '' for its root.
+        library_name: the file name of unsharded weights in the model's library.
         origin: what the message begins with.
     """
     place = PurePosixPath(folder)
-    known = {str(place / name) for name in (library_name, f"{library_name}.index.json")}
-    if names and not known & names:
+    readable = {str(place / name) for name in (library_name, f"{library_name}.index.json")}
+    if names and not readable & names:
         others = sorted(PurePosixPath(name).name for name in names if PurePosixPath(name).parent == place)
         raise UserError(
             f"{origin}: holds no weights in {library_name} or its shards (other names and formats are not read); it "

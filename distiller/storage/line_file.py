@@ -1,4 +1,4 @@
-"""A record that grows by whole lines, and that a run can do without."""
+"""A file to which lines are appended; a failure to write does not end the run."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import final
 
 @final
 class LineFile:
-    """One process appends. Lines that cannot be written are left out; stderr says so the first time."""
+    """Appends lines, from one process. Lines that cannot be written are dropped, with one message on stderr."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._is_said = False
+        self._has_warned = False
 
     def append(self, lines: str) -> None:
-        """Adds lines, each with its end, or none of them. Raises nothing that a full or broken disk raises."""
+        """Appends lines, each with its newline, or none of them. Does not raise OSError."""
         size = None
         try:
             with self.path.open("a", encoding="utf-8") as stream:
@@ -26,10 +26,10 @@ class LineFile:
                 stream.write(lines)
         except OSError as error:
             if size is not None:
-                # A torn line would spoil the next one.
+                # A partial line would corrupt the next one.
                 with contextlib.suppress(OSError):
                     os.truncate(self.path, size)
-            if not self._is_said:
-                self._is_said = True
+            if not self._has_warned:
+                self._has_warned = True
                 what = f"{self.path}: {error.strerror or error}; lines of it are lost, training goes on"
                 print(f"distiller: {what}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Files that travel with the package: recipes, assets, launch files; and how the names in a recipe find them."""
+"""Files in the package (recipes, assets, launch files), and how names in a recipe are resolved to files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def local_path(name: str) -> Path:
 
 
 def looked_for(path: Path) -> str:
-    """Where a relative path that is not there was looked for, in brackets, for messages; nothing of an absolute one."""
+    """For messages: the absolute form of a relative path that does not exist, in brackets; '' for an absolute path."""
     return "" if path.is_absolute() else f" (looked for {path.absolute()})"
 
 
@@ -82,7 +82,7 @@ def find_model_file(name: str) -> Path:
 
 
 def first_line(file: Path) -> str:
-    """The comment that a packaged YAML file begins with: what it is for."""
+    """The comment in the first line of a packaged YAML file, which says what it is for."""
     return file.read_text(encoding="utf-8").splitlines()[0].lstrip("# ")
 
 

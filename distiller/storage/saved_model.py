@@ -1,4 +1,4 @@
-"""Which files hold a saved model's weights, by the rules of the two libraries, which differ.
+"""Which files hold a saved model's weights, by the different rules of transformers and diffusers.
 
     transformers   `model.safetensors`, and only where there is none the shards of `model.safetensors.index.json`;
                    before both, what `transformers_weights` of its config names
@@ -25,7 +25,7 @@ def transformers_files(folder: Path, origin: str) -> list[Path]:
     """The safetensors files that `from_pretrained` of transformers reads; not every one needs to be there.
 
     Raises:
-        UserError: which `origin` begins; none of these files is there, or an index is not readable.
+        UserError: none of these files is there, or an index is not readable; the message begins with `origin`.
     """
     if (named := _named_in(folder / "config.json")) is not None:
         file = folder / named
@@ -49,13 +49,13 @@ def diffusers_files(folder: Path, origin: str) -> list[Path]:
 
 
 def index_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor by the index of a saved transformers model; nothing where there is none."""
+    """Tensor name -> file name, from the index of a saved transformers model; {} without an index."""
     index = folder / f"{TRANSFORMERS_NAME}.index.json"
     return _weight_map(index, str(folder)) if index.is_file() else {}
 
 
 def refuse_adapter(folder: Path, origin: str) -> None:
-    """Raises UserError for a folder with an adapter, which transformers adds to the weights where peft is installed."""
+    """UserError for a folder with an adapter, which transformers would add to the weights where peft is installed."""
     if (folder / ADAPTER_CONFIG).is_file():
         raise UserError(
             f"{origin}: holds an adapter ({ADAPTER_CONFIG}), which is not read; merge it into the model (peft's "
@@ -75,7 +75,7 @@ def _named_in(config: Path) -> str | None:
     try:
         named = json.loads(config.read_text(encoding="utf-8")).get("transformers_weights")
     except (OSError, ValueError, AttributeError):
-        # Whoever needs the config says what is wrong with it.
+        # A config that is needed is reported when it is read.
         return None
     return named if isinstance(named, str) else None
 

@@ -1,4 +1,4 @@
-"""Where the folders of the stages before the loop are looked for, and where they are made."""
+"""The folders in which finished stages are looked for, and the one in which new stages are made."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import final
 
 CACHED_STAGES = "stages"
-"""The subfolder of a cache's folder with the stages that its outputs belong to."""
+"""The subfolder of a teacher cache that holds the stages which its outputs were made from."""
 
 
 @final
 @dataclass(frozen=True)
 class StageFolders:
-    """The run's own folder of stages, and another one whose finished stages are read where the own one has none.
+    """The run's folder of stages, and a second one whose finished stages are used where the first has none.
 
     Attributes:
-        own: where stages are made.
-        cached: that of the cache which the recipe names; never written by a stage.
+        primary: where stages are made.
+        cached: inside the teacher cache that the recipe names; stages only read it.
     """
 
-    own: Path
+    primary: Path
     cached: Path | None = None

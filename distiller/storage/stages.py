@@ -1,7 +1,7 @@
-"""Stages before the loop leave keyed folders: complete under their key, or absent under it.
+"""Output folders of the stages before the loop, named by a key; a folder is either complete or absent.
 
-A folder's name carries the digest of everything that its content depends on, so a changed input is another folder and
-a stale one is never used. Work goes on in `NAME.partial`, which the last rename turns into `NAME`.
+The name ends with a digest of everything that the content depends on, so a changed input leads to another folder and a
+stale one is never used. A stage is made in `NAME.partial`, which is renamed to `NAME` when it is complete.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 from filelock import FileLock
 
@@ -28,27 +28,28 @@ from distiller.storage.stage_folders import StageFolders
 KEY_FILE = "key.json"
 
 
+@final
 @dataclass(frozen=True)
 class Stage:
-    """One stage's output folder, found by its key."""
+    """One stage's output folder, found by its key. `key` is for JSON."""
 
     name: str
     key: Mapping[str, Any]
-    places: Path | StageFolders
+    folders: Path | StageFolders
 
     @property
     def folder(self) -> Path:
         """The complete result, or where it will be."""
-        own = self._own_parent / self._folder_name
-        if isinstance(self.places, StageFolders) and self.places.cached is not None and not _is_finished(own):
-            cached = self.places.cached / self._folder_name
-            return cached if _is_finished(cached) else own
-        return own
+        primary = self._parent / self._folder_name
+        if isinstance(self.folders, StageFolders) and self.folders.cached is not None and not _is_finished(primary):
+            cached = self.folders.cached / self._folder_name
+            return cached if _is_finished(cached) else primary
+        return primary
 
     @property
     def partial(self) -> Path:
-        """Where the result is being made; safe to continue from, since it has the same key."""
-        return self._own_parent / f"{self._folder_name}.partial"
+        """Where the result is being made; safe to continue from, since it belongs to the same key."""
+        return self._parent / f"{self._folder_name}.partial"
 
     @property
     def is_complete(self) -> bool:
@@ -56,79 +57,76 @@ class Stage:
         return _is_finished(self.folder)
 
     @property
-    def under_other_keys(self) -> list[Path]:
-        """Complete results of this name that were made from something else, in the folder where this one is looked for.
-
-        Sorted by path.
-        """
-        found = (folder for folder in self._own_parent.glob(f"{self.name}-*") if _is_finished(folder))
+    def results_of_other_keys(self) -> list[Path]:
+        """Complete results of this stage under other keys (other inputs), in the folder where it is made; sorted."""
+        found = (folder for folder in self._parent.glob(f"{self.name}-*") if _is_finished(folder))
         return sorted(folder for folder in found if folder.name != self._folder_name and folder.suffix != ".partial")
 
     @property
-    def _own_parent(self) -> Path:
-        return self.places.own if isinstance(self.places, StageFolders) else self.places
+    def _parent(self) -> Path:
+        return self.folders.primary if isinstance(self.folders, StageFolders) else self.folders
 
     @property
     def _folder_name(self) -> str:
         return f"{self.name}-{digest_of(self.key)[:16]}"
 
     def make_once(self, is_maker: bool, make: Callable[[], None]) -> None:
-        """Lets one process of each machine make the result if it is missing; the machine's others wait for its file.
+        """Makes the result in one process of each machine if it is missing; the other processes wait for its file.
 
-        No collective is involved that could time out, however long it takes. Another run that makes the same result,
-        or another node on the same file system, waits for its lock and finds it made.
+        No collective is involved that could time out. Another run that makes the same result, or another node on the
+        same file system, waits for the stage's lock and then finds the result complete.
         """
         if is_maker and not self.is_complete:
-            self._own_parent.mkdir(parents=True, exist_ok=True)
+            self._parent.mkdir(parents=True, exist_ok=True)
             with self._lock():
                 if not self.is_complete:
                     make()
-        self.wait()
+        self.wait_until_complete()
 
-    def made_by_main(self, ranks: Ranks, make: Callable[[], None]) -> None:
-        """Lets rank 0 make the result if it is missing; the others wait for rank 0, as long as it lives.
+    def make_on_main(self, ranks: Ranks, make: Callable[[], None]) -> None:
+        """Makes the result on rank 0 if it is missing; the others wait, and fail if rank 0 dies.
 
-        Every rank calls it. Communicates from host to host. Another run that makes the same result is waited for.
+        Every rank calls it. Communicates over gloo. Waits for another run that makes the same result.
         """
         if ranks.is_main:
             self.make_once(True, make)
-        ranks.wait_for_hours()
-        self.wait()
+        ranks.interruptible_barrier()
+        self.wait_until_complete()
 
     @contextmanager
-    def made_by_all(self, ranks: Ranks) -> Iterator[bool]:
-        """For a stage that all ranks of a run make together, one run at a time: whether there is still work to do.
+    def make_on_all_ranks(self, ranks: Ranks) -> Iterator[bool]:
+        """For a stage that all ranks of a run make together: yields, on every rank, whether it is missing.
 
-        The same on every rank. Rank 0 holds the stage's lock as long as the body takes. Communicates from host to host.
+        Rank 0 holds the stage's lock until the block ends, so that one run at a time makes it. Communicates over gloo.
         """
         with ExitStack() as held:
             if ranks.is_main:
-                self._own_parent.mkdir(parents=True, exist_ok=True)
+                self._parent.mkdir(parents=True, exist_ok=True)
                 held.enter_context(self._lock())
                 if not self.is_complete:
                     self.partial.mkdir(parents=True, exist_ok=True)
-            ranks.wait_for_hours()
-            yield ranks.from_main(lambda: not self.is_complete)
+            ranks.interruptible_barrier()
+            yield ranks.broadcast_from_main(lambda: not self.is_complete)
 
     def finish(self) -> None:
         """Makes the partial folder the complete one; called by one process."""
         (self.partial / KEY_FILE).write_text(json.dumps(self.key, indent=1, sort_keys=True), encoding="utf-8")
         follow_umask(self.partial)
-        os.replace(self.partial, self._own_parent / self._folder_name)
+        os.replace(self.partial, self._parent / self._folder_name)
 
     def _lock(self) -> FileLock:
-        return FileLock(self._own_parent / f".{self._folder_name}.lock")
+        return FileLock(self._parent / f".{self._folder_name}.lock")
 
-    def wait(self, poll_s: float = 0.1) -> None:
-        """Waits until another process has finished, and this machine sees it. UserError for files of somebody else."""
+    def wait_until_complete(self, poll_s: float = 0.1) -> None:
+        """Polls until the result is complete and visible on this machine. UserError if a file of it is unreadable."""
         while not self.is_complete:
             time.sleep(poll_s)
         refuse_unreadable(sorted(self.folder.iterdir()))
 
     def copy_into(self, parent: Path) -> None:
-        """Puts the complete result into another folder of stages too; does nothing where it is there. One process.
+        """Copies the complete result into another folder of stages, unless it is there. Called by one process.
 
-        On one file system the copies are hard links to the same files, which nobody writes again. Raises OSError.
+        On one file system the copies are hard links: finished stages are never written again. Raises OSError.
         """
         target = parent / self._folder_name
         if _is_finished(target):

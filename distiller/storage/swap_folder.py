@@ -1,4 +1,4 @@
-"""A folder for weights that wait on a local disk: one a process, removed by it, or by the next run if it was killed."""
+"""A process's folder for weights offloaded to a local disk; removed by it, or by the next run if it was killed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import final
 
 from filelock import FileLock, Timeout
 
@@ -18,17 +19,18 @@ PREFIX = "distiller-swap-"
 LOCK = "in-use"
 
 
+@final
 class SwapFolder:
-    """Locked as long as its process lives, however that ends: so that another run can tell what was left behind."""
+    """A folder with a lock that ends with its process, so that another run can tell whether it was abandoned."""
 
     def __init__(self, parent: Path, key: str = "teacher.nvme_path") -> None:
-        """Removes what killed runs left in `parent`. Raises UserError when it cannot be written to.
+        """Removes abandoned folders in `parent` and makes a new one. UserError if `parent` is not writable.
 
-        `key` is what the user calls it.
+        `key` is the setting that names `parent`, for messages.
         """
         try:
             parent.mkdir(parents=True, exist_ok=True)
-            # One at a time: a folder that is made and not yet locked would look abandoned.
+            # One process at a time: a folder that is not yet locked would look abandoned.
             with _locked(parent):
                 for folder in parent.glob(f"{PREFIX}*/"):
                     _remove_if_abandoned(folder)
@@ -41,14 +43,14 @@ class SwapFolder:
             ) from error
 
     def remove(self) -> None:
-        """Removes the folder and all that is in it."""
+        """Removes the folder and its content."""
         self._lock.release()
         shutil.rmtree(self.path)
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the folder itself, which leaves no file in it."""
+    """Locks the folder itself, without a lock file."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -38,9 +38,10 @@ Rename = Callable[[str], str | None]
 _CHUNK_BYTES = 64 * 2**20
 
 
+@final
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies; `start` is its first byte in the file."""
+    """One tensor in a file; `start` is the offset of its first byte."""
 
     file: Path
     dtype: torch.dtype
@@ -53,11 +54,12 @@ class StoredTensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+@final
 class WeightFiles:
-    """Reads headers when it is made, and tensors when they are asked for. Safe to use from several threads."""
+    """The tensors of safetensors files. The constructor reads headers, `read` reads a tensor. Thread-safe."""
 
     def __init__(self, files: Sequence[Path], rename: Rename | None = None) -> None:
-        """Tensors are known by what `rename` makes of their stored names. UserError for an incomplete file."""
+        """Tensors get the names that `rename` makes of their stored names. UserError for an incomplete file."""
         self.tensors: dict[str, StoredTensor] = {}
         for file in files:
             found = read_header(file)
@@ -71,7 +73,7 @@ class WeightFiles:
     def read(self, name: str, target: Tensor) -> None:
         """Reads a tensor into a contiguous CPU tensor of its shape, converted to that one's dtype.
 
-        Nothing is held beyond the target, but for a piece of 64 MiB while the dtype is converted.
+        Allocates nothing else, except a buffer of 64 MiB while a dtype is converted.
         """
         stored, flat = self.tensors[name], target.view(-1)
         descriptor, width = self._descriptors[stored.file], stored.dtype.itemsize
@@ -86,7 +88,7 @@ class WeightFiles:
             flat[first : first + len(part)].copy_(part)
 
     def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same shape and values. Holds pieces of them, 64 MiB at most."""
+        """Whether two tensors have the same shape and values. Compares pieces of 64 MiB at most."""
         first, second = self.tensors[one], self.tensors[other]
         if first.shape != second.shape:
             return False
@@ -123,7 +125,7 @@ def read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Where each tensor of a safetensors file lies. UserError for a file that is not complete."""
+    """Tensor name -> its place in a safetensors file. UserError for an incomplete file."""
     try:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")

@@ -1,4 +1,4 @@
-"""YAML as people read it: version 1.2's plain scalars, and no key twice in a mapping.
+"""YAML with the plain scalars of version 1.2, in which a key may not stand twice in a mapping.
 
 PyYAML follows version 1.1, in which `1e-4` is text, `no` is false, `010` is 8 and `1:30` is 90.
 """
@@ -6,7 +6,7 @@ PyYAML follows version 1.1, in which `1e-4` is text, `no` is false, `010` is 8 a
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, final
 
 import yaml
 
@@ -43,8 +43,9 @@ def quoted(text: object) -> str:
     return yaml.safe_dump(str(text), default_style='"', allow_unicode=True, width=float("inf")).strip()
 
 
+@final
 class _Loader(yaml.SafeLoader):
-    """Knows the scalars above and no others, and refuses a key that stands twice."""
+    """Resolves only the scalars above, and refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -58,8 +59,9 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+@final
 class _Dumper(yaml.SafeDumper):
-    """Quotes text that either version of YAML would take for something else."""
+    """Quotes text that either version of YAML would read as another type."""
 
 
 _Loader.yaml_implicit_resolvers = {}

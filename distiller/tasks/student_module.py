@@ -19,6 +19,10 @@ class TrainedStudent(nn.Module):
         super().__init__()
         self.model = model
 
+    def num_trained_parameters(self) -> int:
+        """Of all that is trained."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
     def num_model_parameters(self) -> int:
         """Of the model that predicts, without what stands beside it."""
         return sum(parameter.numel() for parameter in self.model.parameters())

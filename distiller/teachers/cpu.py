@@ -97,7 +97,7 @@ class CpuTeacher(Teacher):
             wide_s = _block_time(self._network, wide.modules[name], block, call)
             return narrow_s / wide_s
 
-        speed = self._ranks.from_main(ratio)
+        speed = self._ranks.broadcast_from_main(ratio)
         self._is_decided, own_name = True, str(self._dtype).removeprefix("torch.")
         if speed > 1:
             self._wide = wide

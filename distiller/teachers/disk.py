@@ -72,7 +72,7 @@ def _staging(size: int, setup: Setup) -> HostCopy:
 
     Memory that torch page-locks itself is as long as the next power of two: two of 0.65 GiB would take 2 GiB.
     """
-    staging = HostCopy.make([size] * NUM_STAGING, setup.ranks.alone())
+    staging = HostCopy.make([size] * NUM_STAGING, setup.ranks.as_single_process())
     if setup.options.pin_memory:
         staging.page_lock()
     return staging

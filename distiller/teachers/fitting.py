@@ -61,7 +61,7 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
             return replace(packing, maps=[])
 
         # One rank of the node looks: free memory changes while others do. The worst of the nodes counts.
-        packings = setup.ranks.gather(setup.ranks.from_local_main(on_node))
+        packings = setup.ranks.gather(setup.ranks.broadcast_from_local_main(on_node))
         return next((packing for packing in packings if not packing.fits), packings[0])
 
     return look

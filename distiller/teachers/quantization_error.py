@@ -30,7 +30,7 @@ def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: It
     """
     asked = [_to(request, setup.ranks.device) for request in _choose(requests, len(network.module_names))]
     ours = teacher.predict(asked)
-    errors: dict[str, float] = setup.ranks.from_main(lambda: _errors(ours, _unquantised(network, setup, asked)))
+    errors = setup.ranks.broadcast_from_main(lambda: _errors(ours, _unquantised(network, setup, asked)))
     name = max(errors, key=lambda name: errors[name])
     if setup.ranks.is_main:
         dtype = str(setup.dtype).removeprefix("torch.")
@@ -63,7 +63,7 @@ def _unquantised(network: Network, setup: Setup, requests: Sequence[Request]) ->
     options = setup.options.model_copy(
         update={"placement": "disk", "quantization": "none", "ring_blocks": 2, "resident_blocks": 0, "amortise": True}
     )
-    teacher = DiskTeacher(network, replace(setup, options=options, ranks=setup.ranks.alone()))
+    teacher = DiskTeacher(network, replace(setup, options=options, ranks=setup.ranks.as_single_process()))
     outputs = teacher.predict(requests)
     teacher.close()
     del teacher

@@ -33,7 +33,7 @@ class SwapTeacher(Teacher):
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
         sizes = [unit.num_bytes for plan in plans for unit in plan.units]
         self._ranks.all_succeed(lambda: _check_room(sum(sizes), self._ranks.local_world_size))
-        self._host = HostCopy.make(sizes, self._ranks.alone())
+        self._host = HostCopy.make(sizes, self._ranks.as_single_process())
         if setup.options.pin_memory and self._ranks.device.type == "cuda":
             # Before the weights are read: a driver that refuses should do so early.
             self._ranks.all_succeed(self._host.page_lock)
@@ -85,9 +85,9 @@ class _Visitor:
             if ranks.is_main:
                 assert plan.files is not None
                 read_unit(unit, plan.files, piece)
-            if ranks.everyone is not None and unit.num_bytes:
+            if ranks.world_group is not None and unit.num_bytes:
                 # From host to host: the default group may know GPUs alone.
-                dist.broadcast(piece, 0, ranks.everyone)
+                dist.broadcast(piece, 0, ranks.world_group)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[nn.Module]:

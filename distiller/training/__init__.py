@@ -1,1 +1,1 @@
-"""The training loop and what it steps through: optimizer, guard against non-finite updates, timing, tracking."""
+"""The training loop and its parts: optimizer, guard against non-finite updates, timing, tracking."""

@@ -1,4 +1,4 @@
-"""A student's saved buffers (BatchNorm's running statistics) where an update is left out: as they were before it."""
+"""Restores a student's persistent buffers (BatchNorm's running statistics) when an update is skipped."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from torch import Tensor, nn
 
 @final
 class BufferRollback:
-    """The persistent buffers of a prepared student, under any engine, with a copy of them from the last update taken.
+    """A copy of a prepared student's persistent buffers after the last update that was not skipped; any engine.
 
-    A forward pass moves running statistics before anybody knows whether the update will be left out, and one that is
-    not finite would leave NaN in them for good. Where there are no such buffers, nothing is done.
+    A forward pass changes running statistics before it is known whether the update is skipped, and non-finite
+    activations would leave NaN in them. Does nothing for a student without such buffers.
     """
 
     def __init__(self, student: nn.Module) -> None:
-        fleeting = get_non_persistent_buffers(student, recurse=True, fqns=True)
+        non_persistent = get_non_persistent_buffers(student, recurse=True, fqns=True)
         groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for name, buffer in student.named_buffers():
-            if name not in fleeting and buffer.numel():
+            if name not in non_persistent and buffer.numel():
                 groups.setdefault((buffer.device, buffer.dtype), []).append(buffer)
-        self._groups = [(buffers, _joined(buffers)) for buffers in groups.values()]
+        self._groups = [(buffers, _concatenate(buffers)) for buffers in groups.values()]
 
     def keep_or_restore(self, is_skipped: Tensor) -> None:
-        """Puts the buffers back if the update was skipped (1 in a float32 scalar on the device), else copies them.
+        """Restores the buffers if `is_skipped` (float32 scalar on the device) is 1, else copies them.
 
-        Three kernels a device and dtype, whichever it was: the host does not wait. Does not communicate.
+        Three kernels a device and dtype in either case; the host does not wait. Does not communicate.
         """
         with torch.no_grad():
-            for number, (buffers, before) in enumerate(self._groups):
-                now = _joined(buffers)
-                # FSDP1 may move them in its first forward pass. Selected, not multiplied: a NaN must go.
-                kept = torch.where(is_skipped.to(now.device) > 0, before.to(now.device, now.dtype), now)
+            for i, (buffers, before) in enumerate(self._groups):
+                current = _concatenate(buffers)
+                # FSDP1 may move buffers in its first forward pass. torch.where, not a product, which would keep NaN.
+                kept = torch.where(is_skipped.to(current.device) > 0, before.to(current.device, current.dtype), current)
                 parts = kept.split([buffer.numel() for buffer in buffers])
                 torch._foreach_copy_(
                     buffers, [part.view(buffer.shape) for part, buffer in zip(parts, buffers, strict=True)]
                 )
-                self._groups[number] = (buffers, kept)
+                self._groups[i] = (buffers, kept)
 
 
-def _joined(buffers: list[Tensor]) -> Tensor:
+def _concatenate(buffers: list[Tensor]) -> Tensor:
     return torch.cat([buffer.detach().reshape(-1) for buffer in buffers])

@@ -1,4 +1,4 @@
-"""DDP's gradient buckets, brought to their final order before the first update."""
+"""Brings DDP's gradient buckets into their final order before the first update."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def has_buckets(student: nn.Module) -> bool:
 
 
 @contextmanager
-def leaving_no_trace(student: nn.Module, device: torch.device) -> Iterator[None]:
-    """For a forward and a backward pass with a loss of zero before the first update, after which nothing has changed.
+def without_side_effects(student: nn.Module, device: torch.device) -> Iterator[None]:
+    """For one forward and backward pass before the first update, with a loss of zero: restores all state afterwards.
 
-    DDP packs gradients into buckets in the reverse order of registration, and after the first backward pass into
-    others, in the order in which gradients became ready. An element's place in its bucket decides in which order the
-    ranks' values are added, so with three ranks or more the last bits of a resumed run's first update, made with the
-    first buckets, would differ from an unbroken run's. After one pass every start makes it with the final ones.
+    DDP fills its first buckets in reverse order of registration, and rebuilds them after the first backward pass in the
+    order in which gradients became ready. The bucket layout decides in which order the ranks' values are added. So with
+    three ranks or more, the first update of a resumed run would differ in its last bits from that of an uninterrupted
+    run. After this pass every session makes its first update with the final buckets.
 
-    Gradients, buffers (BatchNorm's) and random states are as before; the optimizer has not seen anything.
+    Restores buffers and random states and clears gradients; the optimizer is not involved.
     """
     buffers = [(buffer, buffer.clone()) for buffer in student.buffers()]
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, final
 
 import psutil
 import torch
@@ -25,14 +25,14 @@ from distiller.config.recipe import Recipe
 from distiller.data.loading import batches_of
 from distiller.data.order import UpdatePlan
 from distiller.distributed.ranks import Ranks
-from distiller.distributed.shutdown import NO_STOPS, Stops, signal_name
+from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals, signal_name
 from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import LossSum, Task
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs, Teacher
 from distiller.training.buffer_rollback import BufferRollback
-from distiller.training.ddp_buckets import has_buckets, leaving_no_trace
+from distiller.training.ddp_buckets import has_buckets, without_side_effects
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
 from distiller.training.step_counts import StepCountReducer
@@ -69,7 +69,7 @@ class Run:
     started: float = field(default_factory=time.perf_counter)
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0
-    """Of the teacher, on every rank's device whatever the placement; see `Task.bytes_beside`."""
+    """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
 
     @property
     def live_teacher(self) -> Teacher | None:
@@ -77,47 +77,50 @@ class Run:
         return None if self.placement == "cached" else self.teacher
 
 
+@final
 @dataclass(frozen=True)
 class Outcome:
-    """What the loop ends with: the last logged metrics, and what the session has taken.
+    """What the loop returns.
 
     Attributes:
-        lost: why the last checkpoint was not written, where that failed. The student is to be exported all the same.
+        metrics: the last logged metrics.
+        spent: time, steps and failed saves of this session.
+        save_error: why the last checkpoint could not be written; None where it was. The student is exported anyway.
     """
 
     metrics: dict[str, Any]
     spent: SessionTotals
-    lost: CheckpointError | None = None
+    save_error: CheckpointError | None = None
 
 
-def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
+def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     """Trains from `first_step` to `last_step`, of which there is at least one. StoppedError when a signal asks."""
     task, accelerator, recipe = run.task, run.accelerator, run.recipe
     loader, timer, metrics = batches_of(run.loader), StepTimer(accelerator.device), {}
     if accelerator.device.type == "cuda":
-        # The peak is the loop's own: text encoder and rollout are gone by now.
+        # Without the text encoder and the rollout, which are freed by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     step_counts = StepCountReducer(accelerator)
     guard = NonFiniteGuard(
         accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps
     )
     buffer_rollback = BufferRollback(run.student)
-    saved_at, saved_step, is_overdue, lost = time.monotonic(), 0, False, None
+    saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
         micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
         batches = [micro_batch.batch for micro_batch in micro_batches]
-        # Known before the first backward: under DeepSpeed that steps.
-        own_count = float(sum(task.count(batch) for batch in batches))
-        by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
-        count, known = step_counts.reduce(step, own_count, guard.was_bad, stops.requested > 0, by_clock)
-        guard.observe(known.num_bad_ranks, known.step - 1)
-        if known.num_stop_requests:
-            _stop(run, guard, step - 1, stops.requested, _spent(run, timer))
+        # Summed before the first backward: under DeepSpeed the last backward steps.
+        local_count = float(sum(task.count(batch) for batch in batches))
+        is_due_by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
+        count, flags = step_counts.reduce(step, local_count, guard.was_bad, stops.requested > 0, is_due_by_clock)
+        guard.observe(flags.num_bad_ranks, flags.step - 1)
+        if flags.num_stop_requests:
+            _save_and_stop(run, guard, step - 1, stops.requested, _spent(run, timer))
 
         with timer.part("teacher"):
-            targets = _ask_teacher(run, micro_batches)
+            targets = _teacher_outputs(run, micro_batches)
         if step == run.first_step:
             _check_finite(run, targets)
             _build_ddp_buckets(run, batches[0], targets[0])
@@ -129,7 +132,7 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
 
         with timer.part("optimizer"):
             limit = recipe.optim.max_grad_norm or math.inf
-            gradient_norm = _full_norm(accelerator.clip_grad_norm_(run.student.parameters(), limit))
+            gradient_norm = _global_norm(accelerator.clip_grad_norm_(run.student.parameters(), limit))
             is_skipped = _step_if_finite(run, gradient_norm)
             run.optimizer.zero_grad()
             buffer_rollback.keep_or_restore(is_skipped)
@@ -142,9 +145,10 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
         timer.end_step()
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
-        # What was heard may have been said before the last save.
-        by_clock = known.is_checkpoint_due and known.step > saved_step
-        is_saved = is_due(recipe.checkpoint, step, run.last_step, by_clock) or (is_overdue and step < run.last_step)
+        # On a GPU these flags are one update old: they may have been sent before the last save.
+        is_due_by_clock = flags.is_checkpoint_due and flags.step > saved_step
+        is_saved = is_due(recipe.checkpoint, step, run.last_step, is_due_by_clock)
+        is_saved = is_saved or (is_save_postponed and step < run.last_step)
         if is_logged:
             metrics = {
                 "step": step,
@@ -160,52 +164,53 @@ def train(run: Run, stops: Stops = NO_STOPS) -> Outcome:
             run.tracker.log(metrics)
         if is_logged or is_saved:
             guard.flush()
-        # After a bad update it waits for a good one: when several in a row end the run, the newest is before them.
-        is_overdue = is_saved and not guard.last_was_finite
-        if is_saved and not is_overdue:
+        # After a bad update the save is postponed to a good one: if several in a row end the run, its newest checkpoint
+        # is from before them.
+        is_save_postponed = is_saved and not guard.last_was_finite
+        if is_saved and not is_save_postponed:
             try:
                 is_last, spent = step == run.last_step, _spent(run, timer)
                 run.checkpoints.save(step, int(guard.num_skipped), is_last, spent)
             except CheckpointError as error:
-                lost = error
+                save_error = error
             saved_at, saved_step = time.monotonic(), step
         if is_logged:
             timer.restart()
     run.checkpoints.finish()
-    return Outcome(metrics, _spent(run, timer), lost)
+    return Outcome(metrics, _spent(run, timer), save_error)
 
 
-def _stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: SessionTotals) -> NoReturn:
-    """Ends the run after update `step`, on every rank, with a checkpoint of it. Communicates."""
+def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: SessionTotals) -> NoReturn:
+    """Saves a checkpoint of update `step` and raises StoppedError, on every rank. Communicates."""
     signals = [number for number in run.ranks.gather(requested) if number]
     guard.flush()
     when = f"at step {step}"
     if step < run.first_step:
         when = f"before step {run.first_step}"
     else:
-        # A bad update was left out: student and moments are those of the update before, and `num_skipped` says why.
+        # A bad update was left out: student and moments are the previous update's, and `num_skipped` counts it.
         if not guard.last_was_finite:
             when += ", which was left out"
         run.checkpoints.finish()
-        if run.ranks.from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
+        if run.ranks.broadcast_from_main(lambda: latest_step(Path(run.recipe.output_dir))) != step:
             run.checkpoints.save(step, int(guard.num_skipped), wait=True, spent=spent)
     text = f"stopped by {signal_name(min(signals))} {when}; continue with --resume"
     raise StoppedError(text, min(signals), is_agreed=True)
 
 
 def _spent(run: Run, timer: StepTimer) -> SessionTotals:
-    """What this session has taken so far."""
+    """Time, steps and failed saves of this session so far."""
     return SessionTotals(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
 
 
-def _ask_teacher(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
+def _teacher_outputs(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
     if run.teacher is None:
         return [None] * len(micro_batches)
     return run.teacher.predict([micro_batch.request(run.task) for micro_batch in micro_batches])
 
 
 def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
-    """The teacher's first outputs are finite on every rank, or every rank stops. Communicates."""
+    """AgreedError on every rank if the teacher's first outputs are not finite on one of them. Communicates."""
     names = sorted({name for outputs in targets for name in outputs or {}})
     for name in names:
         bad = sum((~torch.isfinite(outputs[name])).sum() for outputs in targets if outputs)
@@ -215,9 +220,9 @@ def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:
 
 
 def _build_ddp_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
-    """Under DDP a pass without effect, after which a resumed run adds gradients in an unbroken one's order."""
+    """Under DDP, a forward and backward pass without effect that fixes the gradient buckets. Communicates."""
     if has_buckets(run.student):
-        with leaving_no_trace(run.student, run.accelerator.device):
+        with without_side_effects(run.student, run.accelerator.device):
             outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
             (0.0 * run.task.loss(outputs, target, batch).total).backward()
 
@@ -225,23 +230,23 @@ def _build_ddp_buckets(run: Run, batch: Any, target: Outputs | None) -> None:
 def _forward_backward(run: Run, batch: Any, target: Outputs | None, count: Tensor) -> LossSum:
     accelerator = run.accelerator
     with accelerator.accumulate(run.student):
-        # Accelerate puts DDP's and FSDP1's forward under autocast, FSDP2's not; under DeepSpeed this does nothing.
+        # Accelerate itself wraps the forward of DDP and FSDP1 in autocast, but not FSDP2's; no effect under DeepSpeed.
         with accelerator.autocast():
             outputs = run.student(**run.task.student_inputs(batch, target, run.student_dtype))
         loss = run.task.loss(outputs, target, batch)
-        # Engines average over ranks and over micro-batches; the loss is a mean over the whole update's count.
+        # Engines average over ranks and micro-batches; the loss is to be a mean over the count of the whole update.
         scale = nan_if_nonfinite(accelerator.num_processes * run.plan.accumulation_steps, loss.total)
         accelerator.backward(loss.total / count * scale)
     return LossSum(loss.total.detach(), loss.terms)
 
 
-def _full_norm(norm: Any) -> Any:
-    """The norm over all ranks: FSDP2's is each rank's part until it is asked for. Communicates under FSDP2."""
+def _global_norm(norm: Any) -> Any:
+    """The gradient norm over all ranks; FSDP2 returns it as a DTensor of partial norms. Communicates under FSDP2."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _step_if_finite(run: Run, gradient_norm: Any) -> Tensor:
-    """The optimizer's step, but for an update whose gradient is not finite; 1 then, as a float32 scalar on the device.
+    """Steps the optimizer if the gradient is finite. Returns 1 if it was skipped, as a float32 scalar on the device.
 
     DeepSpeed has stepped, or skipped, inside the last backward.
     """
@@ -249,7 +254,7 @@ def _step_if_finite(run: Run, gradient_norm: Any) -> Tensor:
     if run.engine.startswith("deepspeed"):
         return torch.full((), float(accelerator.optimizer_step_was_skipped), device=device)
     if accelerator.scaler is not None:
-        # Fused AdamW is always called, so Accelerate's own flag never shows that it skipped.
+        # Fused AdamW is always called and skips by itself, so Accelerate's flag does not show it.
         scale = _loss_scale(run)
         run.optimizer.step()
         return torch.full((), float(_loss_scale(run) < scale), device=device)  # type: ignore[operator]
@@ -269,7 +274,7 @@ def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[s
 
 
 def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -> dict[str, float | None]:
-    """Time, throughput and memory; the slowest and fastest rank where they may differ. Communicates."""
+    """Time, throughput and memory; of the slowest and fastest rank where they may differ. Communicates."""
     device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
     memory = None if run.teacher is None else run.teacher.memory()
@@ -278,10 +283,10 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     elif memory is not None:
         memory = replace(memory, host_bytes=memory.host_bytes + run.replicated_head_bytes * run.ranks.local_world_size)
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
-    # Linux counts in KiB.
+    # ru_maxrss is in KiB on Linux.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    mine = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
-    step_ms, gpu_gib, teachers_gib, hosts_gib = run.accelerator.gather(mine.unsqueeze(0)).cpu().T.tolist()
+    local = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
+    step_ms, gpu_gib, teachers_gib, hosts_gib = run.accelerator.gather(local.unsqueeze(0)).cpu().T.tolist()
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
     under_deepspeed = run.engine.startswith("deepspeed")
@@ -295,7 +300,7 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
         "perf/data_ms": times_ms["data"],
         "perf/samples_per_s": run.plan.samples_per_update / step_s,
         "perf/tokens_per_s": tokens / step_s,
-        "perf/mfu": _utilisation(run, tokens / step_s / run.accelerator.num_processes),
+        "perf/mfu": _model_flops_utilization(run, tokens / step_s / run.accelerator.num_processes),
         "memory/gpu_peak_gib": max(gpu_gib) if on_gpu else None,
         "memory/gpu_peak_gib_min": min(gpu_gib) if on_gpu else None,
         "memory/gpu_peak_gib_max": max(gpu_gib) if on_gpu else None,
@@ -307,7 +312,7 @@ def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -
     }
 
 
-def _utilisation(run: Run, tokens_per_s: float) -> float | None:
+def _model_flops_utilization(run: Run, tokens_per_s: float) -> float | None:
     """The student's model FLOPs (6 a parameter and token, Kaplan et al. 2020) over the GPU's peak, without teacher."""
     peak = peak_flops(run.accelerator.device, run.mixed_precision)
     return None if peak is None else 6 * run.student_parameters * tokens_per_s / peak

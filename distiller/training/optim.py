@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, which is a pure function of the update's number."""
+"""AdamW, and its learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -28,10 +28,11 @@ def build_optimizer(trained: nn.Module, optim: Optim) -> torch.optim.AdamW:
 
 
 def _settle_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Makes the flag of an overflow the scalar 0 or 1 that fused AdamW reads; torch 2.11 to 2.13.
+    """Turns the overflow flag `found_inf` into the scalar 0 or 1 that fused AdamW reads; torch 2.11 to 2.13.
 
-    FSDP1's scaler gives a vector of one, which AdamW's counts refuse ("output with shape [] doesn't match the broadcast
-    shape [1]"), and in it the number of ranks that found one. The kernels look for 1 and would take a step for 2.
+    FSDP1's scaler passes a tensor of shape [1], which AdamW's step counts refuse ("output with shape [] doesn't match
+    the broadcast shape [1]"). It holds the number of ranks with an overflow; the kernels compare with 1, and would step
+    for 2.
     """
     flag: Tensor | None = vars(optimizer).get("found_inf")
     if flag is not None:
@@ -41,7 +42,7 @@ def _settle_found_inf(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def learning_rate(optim: Optim, step: int, last_step: int) -> float:
     """The rate of update `step` (1 to last_step): linear warm-up, then constant, or linear or cosine decay to 0.
 
-    Not a torch scheduler: there is no state to save, and no wrapper that would step it once a process.
+    Not a torch scheduler: no state to save, and no wrapper of Accelerate that steps it once for each process.
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
@@ -60,13 +61,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def step_unless(optimizer: AcceleratedOptimizer, is_skipped: Tensor) -> None:
-    """AdamW's step, but where `is_skipped` (float32 scalar on the device) is 1: weights and moments are untouched then.
+    """Steps AdamW, unless `is_skipped` (float32 scalar on the device) is 1: weights and moments stay as they are then.
 
-    The fused kernel reads it where it lies. Without it the host has to know, and waits for the GPU.
+    The fused kernel reads the flag on the device. Without fused kernels the host reads it, and waits for the GPU.
     """
     if optimizer.param_groups[0]["fused"]:
-        # What torch's GradScaler hands over: kernels return early, and the count of steps is put back.
-        # Blocking, if the engine keeps its weights in host memory: the kernel there would read it before it arrives.
+        # As torch's GradScaler does: the kernels return early, and the step count is restored.
+        # A blocking copy, if the weights are in host memory: the CPU kernel would read the flag before it has arrived.
         optimizer.optimizer.found_inf = is_skipped.to(optimizer.param_groups[0]["params"][0].device)
         optimizer.step()
     elif not is_skipped.item():

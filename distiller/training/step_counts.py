@@ -1,4 +1,4 @@
-"""One small sum over ranks an update, and what the host learns from it without waiting for the GPU."""
+"""One small all-reduce an update: the loss's count and three flags, read by the host without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from accelerate import Accelerator
 from torch import Tensor
 
 
+@final
 @dataclass(frozen=True)
 class StepCounts:
-    """What the sum of update `step` said, the same on every rank; step 0 where nothing has been heard yet.
+    """The flags of one all-reduce, the same on every rank.
 
     Attributes:
-        num_bad: ranks on which the update before it, `step` - 1, was bad.
-        num_asked: ranks that had been asked to stop.
-        is_time: whether a checkpoint was due by rank 0's clock.
+        step: the update that it belongs to; 0 before the host has read the first one.
+        num_bad_ranks: ranks on which the previous update, `step` - 1, was bad.
+        num_stop_requests: ranks that had received a stop signal.
+        is_checkpoint_due: whether a checkpoint was due by rank 0's clock.
     """
 
     step: int = 0
@@ -29,11 +31,10 @@ class StepCounts:
 
 @final
 class StepCountReducer:
-    """The count that an update's loss is divided by, with three flags beside it: no collective of their own is needed.
+    """All-reduces the count that an update's loss is divided by, together with the flags of `StepCounts`.
 
-    On the CPU the host hears an update's sum at once. On a GPU it hears that of the update before: by then the GPU has
-    long begun the update, so the host waits only where it is a whole update ahead, and the GPU is never idle for it.
-    Either way all ranks hear the same after the same update.
+    On a CPU the host reads the sum at once. On a GPU it reads the previous update's, which the GPU has computed by then
+    unless the host is a whole update ahead; the GPU never idles for it. All ranks read the same sum at the same step.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -44,22 +45,22 @@ class StepCountReducer:
     def reduce(
         self, step: int, count: float, was_bad: Tensor, is_stop_requested: bool, is_checkpoint_due: bool
     ) -> tuple[Tensor, StepCounts]:
-        """Sums over ranks: the count, as a float32 scalar on the device, and what the host heard. Communicates.
+        """Returns the global count (float32 scalar on the device) and the newest flags on the host. Communicates.
 
         Args:
-            step: of the update that begins.
+            step: the update that begins.
             count: of this rank's part of the update.
-            was_bad: float32 scalar on the device: 1 where this rank's update before was bad.
-            is_asked: whether this rank has been asked to stop.
-            is_time: whether a checkpoint is due by this rank's clock; only rank 0's counts.
+            was_bad: float32 scalar on the device: 1 where this rank's previous update was bad.
+            is_stop_requested: whether this rank has received a stop signal.
+            is_checkpoint_due: whether a checkpoint is due by this rank's clock; only rank 0's is used.
         """
-        # full, not tensor: a copy from the host would wait for all work that is queued on the GPU.
+        # torch.full, not torch.tensor, whose copy from the host would wait for all work that is queued on the GPU.
         is_checkpoint_due = is_checkpoint_due and self._accelerator.is_main_process
-        own = [
+        local = [
             torch.full((), float(value), device=self._accelerator.device)
             for value in (count, is_stop_requested, is_checkpoint_due)
         ]
-        total = self._accelerator.reduce(torch.stack([*own, was_bad]), "sum")
+        total = self._accelerator.reduce(torch.stack([*local, was_bad]), "sum")
         assert isinstance(total, Tensor)
         return total[0], self._read_when_ready(step, total)
 
@@ -79,5 +80,5 @@ class StepCountReducer:
 
 
 def _read(step: int, total: Tensor) -> StepCounts:
-    _, num_stop_requests, num_timely, num_bad_ranks = total.tolist()
-    return StepCounts(step, int(num_bad_ranks), int(num_stop_requests), num_timely > 0)
+    _, num_stop_requests, num_due, num_bad_ranks = total.tolist()
+    return StepCounts(step, int(num_bad_ranks), int(num_stop_requests), num_due > 0)

@@ -1,4 +1,4 @@
-"""What the student's state takes of one rank's GPU and of the host's memory, known before it is built."""
+"""Predicted memory of the student's state, on one rank's GPU and in host memory, in bytes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from distiller.config.recipe import Recipe
 from distiller.launch.accelerator import World
 
 WEIGHTS, GRADIENTS, MOMENTS = 4, 4, 8
-"""Bytes a parameter: float32 weights, their gradients, AdamW's two moments."""
+"""Bytes for each parameter: float32 weights, their gradients, AdamW's two moments."""
 
 
 def gpu_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
-    """Of one rank's device: weights, gradients and moments as the engine shards them, and the moving average.
+    """On one rank's GPU: weights, gradients and moments as the engine shards them, and the moving average.
 
     ZeRO shards moments, then gradients, then weights (Rajbhandari et al. 2020, section 5). FSDP shards all three, but
     keeps whole gradients from the first micro-batch of an update to its last.
     """
-    count, average = world.accelerator.num_processes, _average(recipe)
+    count, average = world.accelerator.num_processes, _average_bytes(recipe)
     if world.fsdp is not None:
         held = 0 if world.fsdp.offloads else WEIGHTS + GRADIENTS + MOMENTS + average
         gathered = WEIGHTS * (not world.fsdp.shards_weights) + GRADIENTS * (world.accumulation_steps > 1)
@@ -24,21 +24,21 @@ def gpu_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     whole = shards.get(world.engine.removesuffix("-offload"), (1, 1, 1))
     if world.offload.is_any:
         weights = whole[0] + (world.offload.parameters == "none") * (1 - whole[0]) / count
-        # Parameters alone may wait outside: their float32 masters, gradients and moments are the optimizer's.
+        # Parameters may be offloaded without the optimizer, which holds float32 masters, gradients and moments.
         optimizers = (WEIGHTS + GRADIENTS + MOMENTS + average) / count * (world.offload.optimizer == "none")
         return int(num_parameters * (WEIGHTS * weights + optimizers))
     parts = zip((WEIGHTS, GRADIENTS, MOMENTS), whole, strict=True)
-    a_parameter = sum(width if is_whole else width / count for width, is_whole in parts)
-    return int(num_parameters * (a_parameter + average / count))
+    bytes_of_parameter = sum(width if is_whole else width / count for width, is_whole in parts)
+    return int(num_parameters * (bytes_of_parameter + average / count))
 
 
 def host_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
-    """Of the host's memory for one rank: float32 shards of what was moved there, and a checkpoint's copy of its share.
+    """In host memory for one rank: float32 shards of what is offloaded, and a checkpoint's copy of the rank's share.
 
-    With DeepSpeed's optimizer go the gradients and, as DeepSpeedCPUAdam's own copy, the weights; the moving average is
-    where the weights are that it follows. What waits on a disk passes through buffers, which are not counted.
+    With DeepSpeed's optimizer, gradients and weights (DeepSpeedCPUAdam's copy) are offloaded too. The moving average is
+    on the device of the weights that it follows. Buffers through which state on a disk passes are not counted.
     """
-    count, average = world.accelerator.num_processes, _average(recipe)
+    count, average = world.accelerator.num_processes, _average_bytes(recipe)
     snapshot = (WEIGHTS + MOMENTS + average) / count
     if world.fsdp is not None:
         held = (WEIGHTS + GRADIENTS + MOMENTS + average) * world.fsdp.offloads * world.fsdp.num_replicas
@@ -48,5 +48,5 @@ def host_bytes(num_parameters: int, recipe: Recipe, world: World) -> int:
     return int(num_parameters * (held / count + snapshot))
 
 
-def _average(recipe: Recipe) -> int:
+def _average_bytes(recipe: Recipe) -> int:
     return WEIGHTS * (recipe.train.ema_decay is not None)

@@ -1,4 +1,4 @@
-"""Where a step's time goes, without synchronisation: events on a GPU, clocks on a CPU."""
+"""Time of the parts of a step, measured without synchronisation: by events on a GPU, by the clock on a CPU."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import final
 
 import torch
 
 PARTS = ("data", "teacher", "student", "optimizer")
 
 
+@final
 class StepTimer:
     """Adds up the time of named parts of the steps since the last `read`.
 
-    On a GPU a part is the time between two events on the current stream, read when the caller has synchronised anyway
-    (it logs a loss); `data` is always the host's waiting time.
+    On a GPU a part is the time between two events on the current stream, read when the caller has synchronised to log a
+    loss; `data` is always the host's waiting time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -45,7 +47,7 @@ class StepTimer:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Mean milliseconds a step, whole and by part. Call after a synchronisation; then `restart`."""
+        """Mean milliseconds of a step and of each part. Call after a synchronisation; then call `restart`."""
         totals = {name: 1e3 * self._host_s[name] for name in PARTS}
         for name, begin, end in self._events:
             totals[name] += begin.elapsed_time(end)
@@ -57,10 +59,10 @@ class StepTimer:
         return report
 
     def restart(self) -> None:
-        """Begins a window: what lay between `read` and here (logging, a checkpoint) is in none."""
+        """Begins a new window; the time since `read` (logging, a checkpoint) is not counted."""
         self._steps, self._started = 0, time.perf_counter()
 
     def timed(self) -> tuple[int, float]:
-        """Steps and seconds of all windows that were read, but for the first, which warms up, if there are others."""
+        """Steps and seconds of all windows that were read; without the first (warm-up) where there are others."""
         windows = self._windows[1:] or self._windows
         return sum(steps for steps, _ in windows), sum(elapsed_s for _, elapsed_s in windows)

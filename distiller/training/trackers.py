@@ -1,4 +1,4 @@
-"""Accelerate's trackers over all sessions of a run: one series for each metric, whose steps never go back."""
+"""Accelerate's trackers over all sessions of a run: one series for each metric, in which steps only increase."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import uuid
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
 
@@ -20,55 +20,59 @@ TRACKING_FOLDER = "tracking"
 _RUN_FILE = "run.json"
 
 
+@final
 @dataclass(frozen=True)
 class TrackedRun:
-    """What trackers know of a run from all its sessions so far.
+    """A run's identity in its trackers, and what earlier sessions have logged.
 
     Attributes:
-        id: the same in every session, and another one in every output folder. A folder that was copied, moved, or is
-            mounted under another path is another run's: nobody can tell these apart, and two runs with one id would
-            write into each other's series.
+        id: the same in every session, and unique for each output folder. A folder that was copied, moved or mounted
+            under another path gets a new id: these cases cannot be told apart, and two runs with one id would write
+            into each other's series.
         folder: the resolved path of the `tracking` folder that the id belongs to.
-        handed: the last step that may have been handed to each tracker, by its name.
+        last_steps: tracker name -> the last step that may have been logged to it.
     """
 
     id: str
     folder: str
-    handed: dict[str, int]
+    last_steps: dict[str, int]
 
     def with_step(self, trackers: Iterable[str], step: int) -> TrackedRun:
-        """As it is when these trackers get a step's numbers."""
-        return replace(self, handed=self.handed | {name: max(step, self.handed.get(name, 0)) for name in trackers})
+        """A copy after these trackers have logged a step."""
+        steps = {name: max(step, self.last_steps.get(name, 0)) for name in trackers}
+        return replace(self, last_steps=self.last_steps | steps)
 
     def write(self) -> None:
-        """Into its folder, which it makes."""
+        """Writes run.json into its folder, which is made."""
         folder = Path(self.folder)
+        content = {"id": self.id, "folder": self.folder, "handed": self.last_steps}
         folder.mkdir(parents=True, exist_ok=True)
-        write_durably(folder / _RUN_FILE, json.dumps(asdict(self)) + "\n")
+        write_durably(folder / _RUN_FILE, json.dumps(content) + "\n")
 
 
 def tracked_run(folder: Path) -> TrackedRun:
-    """The run of a `tracking` folder; a new one, written there, where the folder has none of its own."""
-    place, handed = str(folder.resolve()), {}
+    """The run of a `tracking` folder; a new one, which is written, where the folder has none or another folder's."""
+    resolved, last_steps = str(folder.resolve()), {}
     try:
-        held = TrackedRun(**json.loads((folder / _RUN_FILE).read_text(encoding="utf-8")))
-        if held.folder == place:
-            return held
-        # TensorBoard's files were copied with the folder, and go on.
-        handed = {name: step for name, step in held.handed.items() if name == "tensorboard"}
-    except (OSError, ValueError, TypeError, AttributeError):
+        content = json.loads((folder / _RUN_FILE).read_text(encoding="utf-8"))
+        stored = TrackedRun(content["id"], content["folder"], dict(content["handed"]))
+        if stored.folder == resolved:
+            return stored
+        # TensorBoard's files were copied with the folder, and are continued.
+        last_steps = {name: step for name, step in stored.last_steps.items() if name == "tensorboard"}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
-    run = TrackedRun(uuid.uuid4().hex[:12], place, handed)
+    run = TrackedRun(uuid.uuid4().hex[:12], resolved, last_steps)
     run.write()
     return run
 
 
 @final
 class Trackers:
-    """The recipe's trackers, open from `start` on. Rank 0's alone are open.
+    """The recipe's trackers, opened by `start`, on rank 0 only.
 
-    TensorBoard is told to drop what lies behind a resumed run's first step, and gets it anew. The others cannot drop
-    anything: steps that an earlier session has handed to them are not handed over again.
+    In a resumed run TensorBoard drops the steps from the session's first one on, and logs them again. Other trackers
+    cannot drop steps: those that an earlier session has logged are not logged again.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -84,28 +88,28 @@ class Trackers:
             self._run = tracked_run(Path(recipe.output_dir) / TRACKING_FOLDER)
         self._accelerator.init_trackers(recipe.tracking.project, None, options_of(recipe, self._run, first_step))
         for tracker in self._accelerator.trackers:
-            # TensorBoard makes each set of values a run of its own.
-            if tracker.name != "tensorboard" or tracker.name not in self._run.handed:
+            # TensorBoard would show each further configuration as a new run.
+            if tracker.name != "tensorboard" or tracker.name not in self._run.last_steps:
                 tracker.store_init_configuration({"recipe": dump(recipe)})
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Hands a step's numbers to the trackers that do not have them."""
-        takers = [
+        """Logs a step's numbers to the trackers that do not have them."""
+        receivers = [
             tracker
             for tracker in self._accelerator.trackers
-            if step > self._run.handed.get(tracker.name, 0) or tracker.name == "tensorboard"
+            if step > self._run.last_steps.get(tracker.name, 0) or tracker.name == "tensorboard"
         ]
-        if not takers:
+        if not receivers:
             return
-        # Before: a session that dies in between leaves a gap, which a tracker takes, and no step twice.
-        self._run = self._run.with_step([tracker.name for tracker in takers], step)
+        # Written first: if the session dies in between, a tracker misses a step; it would refuse one that comes twice.
+        self._run = self._run.with_step([tracker.name for tracker in receivers], step)
         self._run.write()
-        for tracker in takers:
+        for tracker in receivers:
             tracker.log(numbers, step=step)
 
 
 def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, dict[str, Any]]:
-    """How each tracker is opened, by its name, so that it takes this session for a part of the run."""
+    """Tracker name -> options with which it continues the series of the run's earlier sessions."""
     tracking = recipe.tracking
     mode = tracking.mode
     if mode == "auto":

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl, Accelerate's trackers, and one progress bar on rank 0."""
+"""The metrics of a run: metrics.jsonl, Accelerate's trackers and the progress bar, on rank 0."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, final
 
 import torch
 from accelerate import Accelerator
@@ -21,8 +21,9 @@ METRICS_FILE = "metrics.jsonl"
 GIB = 2**30
 
 
+@final
 class Tracker:
-    """Rank 0 writes; on other ranks every method does nothing."""
+    """Writes on rank 0; on other ranks every method does nothing."""
 
     def __init__(self, recipe: Recipe, accelerator: Accelerator, first_step: int, last_step: int) -> None:
         self._accelerator, self._file = accelerator, LineFile(Path(recipe.output_dir) / METRICS_FILE)
@@ -38,12 +39,12 @@ class Tracker:
             desc="train",
             unit="step",
             dynamic_ncols=True,
-            # In a log file each redraw would be a line; there the logged steps say how long it still takes.
+            # In a log file each redraw would be a line; `log` prints the remaining time instead.
             disable=not self._is_terminal,
         )
 
     def start_trackers(self, recipe: Recipe) -> None:
-        """Opens the trackers that the recipe names, as a part of what earlier sessions have handed to them."""
+        """Opens the trackers that the recipe names; they continue the series of earlier sessions."""
         if recipe.tracking.trackers:
             self._trackers.start(recipe, self._first_step)
 
@@ -53,7 +54,7 @@ class Tracker:
             self._bar.update()
 
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl, hands the numbers to the trackers and shows the main ones."""
+        """Appends one line to metrics.jsonl, logs the numbers to the trackers and shows the main ones."""
         if self._bar is None:
             return
         # JSON has no infinity: an fp16 overflow's gradient norm is null.
@@ -70,7 +71,7 @@ class Tracker:
             print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
 
     def close_bar(self) -> None:
-        """Leaves the bar's line, so that what is said next begins one."""
+        """Ends the bar's line, so that further output begins a new line."""
         if self._bar is not None:
             self._bar.close()
 
@@ -103,7 +104,7 @@ def last_metrics(run_dir: Path) -> dict[str, Any]:
 
 
 def _cut_back(file: Path, last_step: int) -> None:
-    """Drops what lies behind the checkpoint's step, and a torn last line."""
+    """Drops the lines of later steps than `last_step`, and an incomplete last line."""
     if not file.is_file():
         return
     kept: list[str] = []

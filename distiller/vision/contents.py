@@ -11,7 +11,13 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from distiller.errors import UserError
-from distiller.storage.content_digests import look_of, note_file, read_digest, read_note, write_note
+from distiller.storage.content_digests import (
+    digest_record,
+    read_digest,
+    read_recorded_digest,
+    record_digest,
+    stat_signature,
+)
 from distiller.storage.stages import digest_of
 
 _THREADS = 8
@@ -26,12 +32,12 @@ def contents_digest(files: Sequence[Path]) -> str:
     Where nothing can be noted, each of them reads. Raises UserError for a file that cannot be read.
     """
     try:
-        note = note_file(f"pictures-{digest_of([[str(file.absolute()), *look_of(file)] for file in files])}")
-        digest = read_note(note)
+        note = digest_record(f"pictures-{digest_of([[str(file.absolute()), *stat_signature(file)] for file in files])}")
+        digest = read_recorded_digest(note)
         if digest is None:
             with _alone_where_possible(note):
-                digest = read_note(note) or _read(files)
-                write_note(note, digest)
+                digest = read_recorded_digest(note) or _read(files)
+                record_digest(note, digest)
         return digest
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: {error.strerror}; restore it") from error

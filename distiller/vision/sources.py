@@ -1,15 +1,12 @@
-"""Where pictures come from: a folder for each class, a saved data set, or scikit-learn's digits."""
+"""Where pictures come from: a folder for each class, a saved data set, or a packaged one."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from distiller.config.classification import ClassificationData
 from distiller.data.folders import files_below, folders_in
@@ -23,11 +20,14 @@ from distiller.data.pictures import (
     pixels_of,
     unread_note,
 )
-from distiller.demo.digits import DIGIT_WORDS, real_digits
+from distiller.distributed.importing import import_object
 from distiller.errors import RunError, UserError
 from distiller.storage.packaged_files import looked_for
 from distiller.vision.contents import contents_digest
 from distiller.vision.files import Picture
+
+PACKAGED = {"digits": "distiller.demo.digit_pictures:DigitPictures"}
+"""`data.kind` of the data sets that need no path -> module and class of `Pictures`, imported when it is asked for."""
 
 
 class Pictures(ABC):
@@ -146,30 +146,10 @@ class DatasetPictures(Pictures):
             raise RunError(f"row {number} of the data set holds no readable image ({error}); remove it") from error
 
 
-class DigitPictures(Pictures):
-    """The 1,797 handwritten digits that travel with scikit-learn, enlarged from 8 x 8."""
-
-    class_names = DIGIT_WORDS
-
-    def __init__(self) -> None:
-        try:
-            self._images, labels = real_digits()
-        except ImportError as error:
-            raise UserError("data.kind=digits needs scikit-learn; pip install 'distiller[demo]'") from error
-        self.classes = labels.tolist()
-        self.names = [f"digit/{number}" for number in range(len(self.classes))]
-
-    def contents(self) -> Any:
-        return [hashlib.sha256(self._images.tobytes()).hexdigest()]
-
-    def read(self, number: int, num_channels: int) -> Picture:
-        return np.repeat(self._images[number][:, :, None], num_channels, axis=2)
-
-
 def open_pictures(data: ClassificationData) -> Pictures:
     """The data that a recipe names; reads names and classes only. Raises UserError."""
-    if data.kind == "digits":
-        return DigitPictures()
+    if data.kind in PACKAGED:
+        return import_object(PACKAGED[data.kind])()
     if data.kind == "datasets":
         return DatasetPictures(data)
     return FolderPictures(Path(os.path.expanduser(data.path or "")))

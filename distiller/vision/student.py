@@ -16,6 +16,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from distiller.config.classification import ClassificationStudent
 from distiller.errors import UserError
 from distiller.storage.packaged_files import local_path
+from distiller.tasks.dropout import remove_dropout
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.tasks.layer_selection import evenly_spaced
 from distiller.tasks.student_module import TrainedStudent
@@ -69,7 +70,7 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             raise UserError(f"{origin} is not a folder; give a saved model's")
         config = read_config(folder / "config.json", origin)
         check_weights(folder, origin)
-    dropout = without_dropout(config)
+    dropout = remove_dropout(config)
     structure = inspect_config(config, processor.shape, origin)
     if structure.num_logits != files.structure.num_logits:
         raise UserError(
@@ -88,29 +89,6 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
     config.id2label = dict(enumerate(files.labels))
     config.label2id = {name: number for number, name in enumerate(files.labels)}
     return StudentPlan(options, config, structure, dropout)
-
-
-def without_dropout(config: PretrainedConfig) -> tuple[str, ...]:
-    """Takes every kind of dropout out of a config, and returns its keys: no two engines or splits share its masks.
-
-    By the config's keys, since much of it is no `nn.Dropout`: whole paths (`drop_path_rate`), attention's own rates.
-    """
-    found: list[str] = []
-    for key, value in vars(config).items():
-        if isinstance(value, PretrainedConfig):
-            found += [f"{key}.{inner}" for inner in without_dropout(value)]
-        elif "drop" in key and _is_rate(value):
-            setattr(config, key, 0.0)
-            found.append(key)
-        elif "drop" in key and isinstance(value, list | tuple) and any(map(_is_rate, value)):
-            setattr(config, key, type(value)(0.0 if _is_rate(rate) else rate for rate in value))
-            found.append(key)
-    return tuple(found)
-
-
-def _is_rate(value: object) -> bool:
-    """Whether it is a number above 0; a switch is none."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
 def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequence[Path], seed: int) -> nn.Module:

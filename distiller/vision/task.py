@@ -17,7 +17,8 @@ from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.stages import Stage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -43,7 +44,7 @@ from distiller.vision.trained_teacher import TrainedTeacher
 MAX_SAMPLES = 10
 
 
-class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
+class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checkable, Staged, Evaluable, Samplable):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
 
     sample_suffixes = WRITTEN_SUFFIXES
@@ -79,6 +80,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     def needs_live_teacher(self) -> bool:
         return self._losses.distillation.alpha > 0 or self._losses.features.weight > 0
 
+    def with_defaults(self, recipe: ClassificationRecipe) -> ClassificationRecipe:
+        return recipe
+
     def notices(self) -> list[str]:
         notices = list(self._source.notices)
         if self._plan.depends_on_the_split:
@@ -91,7 +95,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
             notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
         return notices
 
-    def look_at_samples(self) -> str:
+    def check_samples(self) -> str:
         return self._source.look_at(self._processor.num_channels)
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
@@ -107,7 +111,7 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
         del dtype
         return [] if self._trained is None else [self._trained.stage]
 
-    def run_stages(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
+    def load_data(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
         return self._source.training
 
     def student_skeleton(self) -> DistilledClassifier:
@@ -145,6 +149,9 @@ class ClassificationTask(Task[PictureBatch, ClassifierNetwork]):
     @property
     def wanted(self) -> tuple[str, ...]:
         return (LOGITS, *self._feature_names)
+
+    def data_settings(self) -> dict[str, Any]:
+        return {}
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         del dtype

@@ -55,16 +55,16 @@ class TrainedTeacher:
     def train_once(self, ranks: Ranks) -> None:
         """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
         was_there = self.stage.is_complete
-        if not was_there and (others := self.stage.under_other_keys):
+        if not was_there and (others := self.stage.results_of_other_keys):
             ranks.print(f"note: {_said_of(others)}, so the teacher is trained anew")
-        self.stage.made_by_main(ranks, lambda: ranks.print(self._train(ranks)))
+        self.stage.make_on_main(ranks, lambda: ranks.print(self._train(ranks)))
         if was_there:
             ranks.print(f"reusing {self.stage.folder}")
 
     def weight_files(self) -> list[Path]:
         """The safetensors files. Raises UserError where it has not been trained."""
         if not self.stage.is_complete:
-            if others := self.stage.under_other_keys:
+            if others := self.stage.results_of_other_keys:
                 raise UserError(
                     f"{self.stage.folder}: the trained teacher is not there; {_said_of(others)}: use the version, "
                     "recipe and pictures that it was made with, or train again"

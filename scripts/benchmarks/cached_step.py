@@ -69,7 +69,7 @@ def main() -> None:
         data_ms: dict[str, list[float]] = {name: [] for name in data}
         step = 1
         for number in range(options.rounds + 1):
-            # Either first, in turns: whatever drifts meets both.
+            # They alternate in going first, so that drift affects both alike.
             for name in sorted(data, reverse=bool(number % 2)):
                 end = step + options.steps - 1
                 loader = DataLoader(

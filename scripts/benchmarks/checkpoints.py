@@ -63,7 +63,7 @@ class Student:
 
     def step(self) -> None:
         """One update."""
-        # As in the trainer: Accelerate puts FSDP2's forward under no autocast of its own.
+        # As in the trainer: Accelerate does not wrap FSDP2's forward in autocast.
         with self._accelerator.autocast():
             outputs = self.module(**self._inputs, return_dict=False)
         loss = outputs[0].float().square().mean()
@@ -89,13 +89,13 @@ def timed(student: Student, num_steps: int, checkpoints: Checkpoints | None, fir
 def disk_speed(folder: Path, ranks: Ranks, num_bytes: int) -> float:
     """GiB/s of all ranks together, each writing as much as of a checkpoint, without digests."""
     block = memoryview(bytearray(os.urandom(2**20)) * 64)
-    ranks.wait()
+    ranks.barrier()
     started = time.perf_counter()
     with (folder / f"speed-{ranks.rank}").open("wb", buffering=0) as stream:
         for _ in range(max(1, num_bytes // len(block))):
             stream.write(block)
         os.fsync(stream.fileno())
-    ranks.wait()
+    ranks.barrier()
     speed = ranks.world_size * max(1, num_bytes // len(block)) * len(block) / GIB / (time.perf_counter() - started)
     (folder / f"speed-{ranks.rank}").unlink()
     return speed
@@ -121,7 +121,7 @@ def main() -> None:
         skeleton = new_student(options.model, options.layers)
     world = open_world(recipe, lambda fsdp: wrapped_classes(fsdp, skeleton, ("WanTransformerBlock",)))
     ranks = Ranks.join(world.accelerator.device)
-    folder = Path(ranks.from_main(lambda: tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder)))
+    folder = Path(ranks.broadcast_from_main(lambda: tempfile.mkdtemp(prefix="checkpoints-", dir=options.folder)))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         module = new_student(options.model, options.layers)
@@ -158,7 +158,7 @@ def main() -> None:
     newest = folder / "checkpoints" / f"step-{1 + options.rounds}"
     num_bytes = sum(file.stat().st_size for file in newest.iterdir())
     speed = disk_speed(folder, ranks, num_bytes // ranks.world_size)
-    ranks.wait()
+    ranks.barrier()
     if ranks.is_main:
         shutil.rmtree(folder)
         step_s = statistics.median(without) / options.steps

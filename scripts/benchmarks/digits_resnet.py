@@ -43,7 +43,7 @@ def main() -> None:
         for name, alpha in ALPHAS.items():
             reports = []
             for seed in range(arguments.seeds):
-                # Without the recipe's gate: whatever comes out is printed.
+                # Without the recipe's quality gate: every result is printed.
                 own = [
                     "evaluation.min_accuracy_ratio=null",
                     f"seed={seed}",
@@ -52,7 +52,7 @@ def main() -> None:
                 ]
                 if alpha is not None:
                     own.append(f"task.losses.distillation.alpha={alpha}")
-                # A run that was given something else is another one.
+                # Other settings are another run.
                 run_dir = folder / f"{name.replace(' ', '-')}-{samples}-{seed}-{digest_of(arguments.overrides)[:8]}"
                 reports.append(report_of(run_dir, [*own, *arguments.overrides]))
             print(row(samples, name, reports), flush=True)

@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language.chunked import HiddenTarget, chunked_loss, default_chunk_tokens
-from distiller.language.divergences import DIVERGENCES
-from distiller.language.objective import Objective
+from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.divergences import DIVERGENCES
+from distiller.language.loss.token_losses import Objective
 from distiller.training.tracking import peak_flops
 
 GIB = 2**30
@@ -37,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Inputs(NamedTuple):
-    """What every way is given."""
+    """The inputs of every implementation."""
 
     hidden: Tensor
     weight: Tensor
@@ -159,7 +159,7 @@ def peak_gib(once: Callable[[], Tensor], trained: tuple[Tensor, ...]) -> float:
 
 
 def main() -> None:
-    """Measures every way and prints the table."""
+    """Measures every implementation and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128_256)
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def print_table(title: str, rows: list[dict[str, Any]], flop: int, limit: float | None) -> None:
-    """One line a way; ratios are to `plain`."""
+    """One line for each implementation; ratios are to `plain`."""
 
     def cell(value: float | None, digits: int) -> str:
         return "-" if value is None else f"{value:.{digits}f}"

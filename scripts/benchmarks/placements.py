@@ -277,7 +277,7 @@ def bus_bandwidth(ranks: Ranks, num_bytes: int = 2**30) -> float:
     target = torch.empty(num_bytes, dtype=torch.uint8, device=ranks.device)
     target.copy_(host, non_blocking=True)
     torch.cuda.synchronize()
-    ranks.wait_on_node()
+    ranks.node_barrier()
     started = time.perf_counter()
     for _ in range(24):
         target.copy_(host, non_blocking=True)
@@ -391,10 +391,10 @@ def main() -> None:
     if "RANK" in os.environ:
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     ranks = Ranks.join(device)
-    folder = ranks.from_local_main(lambda: str(options.folder or tempfile.mkdtemp(prefix="placements-")))
+    folder = ranks.broadcast_from_local_main(lambda: str(options.folder or tempfile.mkdtemp(prefix="placements-")))
     folder = Path(folder)
     try:
-        config = ranks.from_local_main(lambda: write_teacher(folder, options.model, device))
+        config = ranks.broadcast_from_local_main(lambda: write_teacher(folder, options.model, device))
         network = make_network(folder, config)
         units = lay_out(network.skeleton("transformer", torch.bfloat16), network.block_names("transformer"))
         passing = sum(unit.num_bytes for unit in units if unit.name != REST)
@@ -404,7 +404,7 @@ def main() -> None:
         title = f"{options.model}, {ranks.world_size} x {name}, torch {torch.__version__}"
         results = []
         for row in rows:
-            if (ranks.from_main(lambda: time.perf_counter() - began)) > 60 * options.minutes:
+            if (ranks.broadcast_from_main(lambda: time.perf_counter() - began)) > 60 * options.minutes:
                 break
             try:
                 results.append(run_row(row, network, config, folder, options.tokens, ranks))
@@ -424,7 +424,7 @@ def main() -> None:
         if ranks.is_main:
             print_table(results, options.tokens, limits, bandwidth, title)
     finally:
-        ranks.wait_on_node()
+        ranks.node_barrier()
         if ranks.is_local_main and options.folder is None:
             shutil.rmtree(folder)
     if dist.is_initialized():

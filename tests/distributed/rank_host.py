@@ -25,9 +25,9 @@ from multiprocessing.process import BaseProcess
 from typing import Any, final
 
 IMPORTED = ("tests.placement_contract", "tests.toy_task", "tests.toy_causal_lm", "tests.toys", "pytest", "deepspeed")
-"""What most ranks need; deepspeed is an extra."""
+"""Modules that most ranks need; deepspeed is an optional dependency."""
 PATIENCE_S = 20
-"""How long after its time limit a rank may take to print its stacks."""
+"""Seconds after its time limit in which a rank may print its stacks."""
 
 
 @final
@@ -49,7 +49,7 @@ class Call:
 
 
 Outcome = tuple[Any, str | None]
-"""A rank's result, or None and what went wrong."""
+"""A rank's result, or None and its traceback."""
 
 
 @final
@@ -97,7 +97,7 @@ def _serve(connection: Connection, forks: bool) -> None:
         for name in IMPORTED:
             with contextlib.suppress(ModuleNotFoundError):
                 importlib.import_module(name)
-        # What is imported stays: collecting would look at it in every rank, and copy the pages that it looks at.
+        # Imported objects stay: garbage collection would scan them in every rank, and copy the pages that it touches.
         gc.collect()
         gc.freeze()
     with contextlib.suppress(EOFError):
@@ -120,7 +120,7 @@ def _run(call: Call, ranks: list[int], connection: Connection, method: str) -> d
     open_pipes, limit = set(started), time.monotonic() + call.timeout_s + PATIENCE_S
     while open_pipes and (ready := wait([*open_pipes, connection], max(0.0, limit - time.monotonic()))):
         if connection in ready:
-            # The tests' process has died: nobody wants the outcomes.
+            # The tests' process has died: nobody reads the outcomes.
             os.killpg(0, signal.SIGKILL)
         for receiver in open_pipes.intersection(ready):
             open_pipes.remove(receiver)

@@ -44,9 +44,9 @@ def everything(folder: Path) -> dict[str, Any]:
     results: dict[str, Any] = {}
 
     def steps() -> list[str]:
-        ranks.wait()
+        ranks.barrier()
         found = sorted(os.listdir(folder / "checkpoints"))
-        ranks.wait()
+        ranks.barrier()
         return found
 
     checkpoints.save(2, 0, wait=True)
@@ -84,7 +84,7 @@ def everything(folder: Path) -> dict[str, Any]:
     if ranks.is_main:
         file = folder / "checkpoints" / "step-6" / f"rank-00001-of-{ranks.world_size:05}.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"?")
-    ranks.wait()
+    ranks.barrier()
     try:
         verify(folder, 6, ranks)
     except UserError as error:

@@ -9,7 +9,7 @@ from accelerate import PartialState
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distiller.training.ddp_buckets import leaving_no_trace
+from distiller.training.ddp_buckets import without_side_effects
 from tests.distributed.ranks import on_ranks
 
 RANKS = 4
@@ -43,7 +43,7 @@ def train(state: dict[str, Any] | None, steps: range, settle: bool) -> dict[str,
         x = torch.randn(8, 31, generator=torch.Generator().manual_seed(100 * step + PartialState().process_index))
         if settle and step == steps.start:
             before = {name: value.clone() for name, value in module.state_dict().items()}, torch.get_rng_state()
-            with leaving_no_trace(student, torch.device("cpu")):
+            with without_side_effects(student, torch.device("cpu")):
                 (0.0 * student(x).square().sum()).backward()
             assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
             assert torch.equal(torch.get_rng_state(), before[1])
@@ -66,6 +66,6 @@ def everything() -> dict[str, bool]:
 
 
 def test_one_pass_before_the_first_update_makes_resuming_bitwise():
-    """If the first fails, torch has mended it and `leaving_no_trace` can go."""
+    """If the first fails, torch has mended it and `without_side_effects` can go."""
     for equal in on_ranks(RANKS, everything, timeout_s=240):
         assert equal == {"as it comes": False, "settled": True}

@@ -46,13 +46,13 @@ def share(folder: Path | None) -> tuple[list[int], dict[str, int], str]:
     if ranks.is_local_main:
         for number in range(len(SIZES)):
             copy.piece(number).fill_(number + 1)
-    ranks.wait_on_node()
+    ranks.node_barrier()
     copy.piece(1)[100 + ranks.rank] = 50 + ranks.rank
-    ranks.wait_on_node()
+    ranks.node_barrier()
     seen = [int(copy.piece(number)[-1]) for number in range(3)] + copy.piece(1)[100:102].tolist()
     figures = mapped_bytes(host_copy.NAME)
     left = ",".join(os.listdir(folder)) if folder else ""
-    ranks.wait_on_node()
+    ranks.node_barrier()
     copy.close()
     return seen, figures, left
 

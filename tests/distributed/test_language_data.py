@@ -10,8 +10,8 @@ import pytest
 from torch.utils.data import DataLoader
 
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.language.batch import collate, count
-from distiller.language.source import LanguageSource
+from distiller.language.data.batch import collate, count
+from distiller.language.data.source import LanguageSource
 from tests.distributed.ranks import on_ranks
 from tests.toy_language import byte_level, language_recipe
 

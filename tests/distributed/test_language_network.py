@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from distiller.language.files import find_model
+from distiller.language.model.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.teachers import PLACEMENTS, Outputs, Request
 from distiller.teachers.factory import open_teacher

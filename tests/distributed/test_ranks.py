@@ -57,7 +57,7 @@ def roll_out(recipe: dict) -> bool:
     ranks = Ranks.join(world.accelerator.device)
     needed = task.prepare_stages(ranks, torch.float32)
     teacher = open_teacher(task.network, setup())
-    data = task.run_stages(ranks, teacher)
+    data = task.load_data(ranks, teacher)
     assert len(data) == 27
     return needed
 
@@ -96,7 +96,7 @@ def disagree() -> str:
         raise UserError("the folder is taken")
 
     with pytest.raises(AgreedUserError) as error:
-        ranks.from_main(only_rank_0_sees_it)
+        ranks.broadcast_from_main(only_rank_0_sees_it)
     return str(error.value)
 
 
@@ -106,12 +106,12 @@ def test_what_rank_0_refuses_every_rank_refuses():
 
 def wait_for_a_rank_that_dies(number: int, folder: Path) -> None:
     ranks, stage = joined(), Stage("made", {"by": "rank 0"}, folder)
-    ranks.wait()
+    ranks.barrier()
     if ranks.rank == number:
         time.sleep(0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(RuntimeError) as error:
-        stage.made_by_main(ranks, lambda: (stage.partial.mkdir(), stage.finish()))
+        stage.make_on_main(ranks, lambda: (stage.partial.mkdir(), stage.finish()))
     assert is_lost_rank_error(error.value)
 
 
@@ -133,16 +133,16 @@ def make_in_two_runs(folder: Path) -> list[tuple[str, bool]]:
     )
 
     def work(run: str, ranks: Ranks) -> None:
-        with stage.made_by_all(ranks) as is_missing:
+        with stage.make_on_all_ranks(ranks) as is_missing:
             found.append((run, is_missing))
             if is_missing:
                 (stage.partial / f"part-{ranks.rank}").touch()
                 time.sleep(0.3)
                 assert found == [(run, True)]
-                ranks.wait_for_hours()
+                ranks.interruptible_barrier()
                 if ranks.is_main:
                     stage.finish()
-                ranks.wait()
+                ranks.barrier()
 
     threads = [threading.Thread(target=work, args=(run, Ranks.join(device))) for run in "ab"]
     for thread in threads:
@@ -187,13 +187,13 @@ def test_who_works_alone_sees_that_another_has_died():
 
 def be_asked_to_stop_while_waiting() -> bool:
     ranks, heard = joined(), list[float]()
-    ranks.wait()
+    ranks.barrier()
     if ranks.rank == 1:
         signal.signal(signal.SIGUSR2, lambda *_: heard.append(time.monotonic()))
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR2)).start()
     if ranks.is_main:
         time.sleep(3)
-    ranks.wait_for_hours()
+    ranks.interruptible_barrier()
     return ranks.rank == 0 or time.monotonic() - heard[0] > 1.5
 
 

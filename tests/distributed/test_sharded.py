@@ -159,9 +159,9 @@ def on_disk(folder: Path, nvme_path: Path) -> dict[str, Any]:
     except UserError as error:
         return {"refused": str(error)}
     outputs = [teacher.predict(REQUESTS)[0]["output"].numpy() for _ in range(3)]
-    teacher._ranks.wait_on_node()
+    teacher._ranks.node_barrier()
     teacher.close()
-    teacher._ranks.wait_on_node()
+    teacher._ranks.node_barrier()
     left = [file.name for file in nvme_path.rglob("*.swp")]
     return {"outputs": outputs, "left": left}
 

@@ -111,12 +111,12 @@ def share(weights: Path, ranks: Ranks) -> dict[str, Any]:
     memory = teacher.memory()
     before = answers(teacher, 0, 1)
     bias = network.modules["first"].bias
-    ranks.wait_on_node()
+    ranks.node_barrier()
     if ranks.rank == 1:
         bias.fill_(7.0)
-    ranks.wait_on_node()
+    ranks.node_barrier()
     seen, after = bias.tolist(), answers(teacher, 0, 1)
-    ranks.wait_on_node()
+    ranks.node_barrier()
     WeightFiles.read = read
     maps = Path("/proc/self/maps")
     mapped = "distiller-teacher" in maps.read_text()

@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from distiller.language.chunked import HiddenTarget, LogitsTarget, Target, TokenSums, chunked_loss
-from distiller.language.divergences import (
+from distiller.language.loss.chunked_loss import HiddenTarget, LogitsTarget, Target, TokenSums, chunked_loss
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.divergences import (
     Divergence,
     ForwardKL,
     JensenShannon,
     ReverseKL,
     SkewedKL,
     SkewedReverseKL,
-    SparseTarget,
 )
-from distiller.language.logits import LogitChange, TokenIds
-from distiller.language.objective import Objective
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import LogitChange, TokenIds
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),

@@ -123,9 +123,9 @@ def measure(network: DiffusionNetwork, ranks: Ranks) -> dict[str, Any]:
     gpus = range(torch.cuda.device_count())
 
     def used() -> int:
-        ranks.wait_on_node()
+        ranks.node_barrier()
         torch.cuda.empty_cache()
-        ranks.wait_on_node()
+        ranks.node_barrier()
         return sum(total - free for free, total in map(torch.cuda.mem_get_info, gpus))
 
     def allocated() -> int:
@@ -155,11 +155,11 @@ def see_changes(network: DiffusionNetwork, ranks: Ranks) -> float:
     teacher.predict([Request(ids, inputs, ("prediction",), (0,))])
     del network.run
     bias = modules["transformer"].proj_out.bias
-    ranks.wait_on_node()
+    ranks.node_barrier()
     if ranks.rank == 0:
         bias.fill_(7.0)
         torch.cuda.synchronize(bias.device)
-    ranks.wait_on_node()
+    ranks.node_barrier()
     seen = bias.float().mean().item()
     del bias
     modules.clear()

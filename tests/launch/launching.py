@@ -21,7 +21,7 @@ CONFIGS = ROOT / "accelerate_configs"
 
 @dataclass(frozen=True)
 class Result:
-    """What a launch ended with."""
+    """The exit code and output of a launch."""
 
     code: int
     stdout: str
@@ -64,7 +64,7 @@ def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str,
 
 
 class Running:
-    """A launch that goes on while the test looks at it; leaves no process behind."""
+    """A launch in the background; leaves no process behind."""
 
     def __init__(self, command: list[str], run_dir: Path, cwd: Path = ROOT) -> None:
         """`run_dir` is the output folder that the command names."""
@@ -77,17 +77,17 @@ class Running:
 
     @property
     def pid(self) -> int:
-        """Of the launcher, or of the only process."""
+        """Process id of the launcher, or of the only process."""
         return self._process.pid
 
     @property
     def output(self) -> str:
-        """What has been printed so far, by all processes."""
+        """The output of all processes so far."""
         return self._output.read_text()
 
     @property
     def lines(self) -> list[str]:
-        """What `distiller` itself complained about."""
+        """The lines of output that begin with `distiller`."""
         return [line for line in self.output.splitlines() if line.startswith(("distiller:", "distiller, "))]
 
     def rank(self, number: int) -> int:
@@ -98,7 +98,7 @@ class Running:
         raise AssertionError(f"no rank {number}:\n{self.output}")
 
     def wait_for_step(self, step: int, timeout_s: float = 240) -> None:
-        """Until metrics.jsonl has this step."""
+        """Waits until metrics.jsonl has this step."""
         file = self.run_dir / "metrics.jsonl"
 
         def is_there() -> bool:
@@ -108,7 +108,7 @@ class Running:
         self.wait_until(is_there, timeout_s)
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
-        """Until something holds; AssertionError, and no process left, when it takes too long or the launch ends."""
+        """Waits for a condition; AssertionError, and no process left, if it takes too long or the launch ends."""
         limit = time.monotonic() + timeout_s
         while not condition():
             self._look()
@@ -120,7 +120,7 @@ class Running:
             time.sleep(0.02)
 
     def wait_until_gone(self, timeout_s: float) -> int:
-        """Until every process of the launch has ended; the launcher's exit code."""
+        """Waits until every process of the launch has ended; returns the launcher's exit code."""
         self._look()
         limit = time.monotonic() + timeout_s
         try:
@@ -134,7 +134,7 @@ class Running:
         return self._process.returncode
 
     def kill_all(self) -> None:
-        """SIGKILL to every process of the launch at once, as far as that goes."""
+        """Sends SIGKILL to every process of the launch."""
         self._look()
         for process in self._seen.values():
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -173,7 +173,7 @@ def _print_stacks(processes: list[psutil.Process]) -> None:
 
 
 def free_port() -> int:
-    """A port of the loopback that nobody listens to just now."""
+    """A free port of the loopback interface."""
     import socket
 
     with socket.socket() as probe:

@@ -1,4 +1,4 @@
-"""Two machines on one host: a launcher each, in a network namespace of its own where that is allowed."""
+"""Simulates two machines on one host: two launchers, in separate network namespaces where that is permitted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.launch.launching import ROOT, Running, free_port
 
 @dataclass(frozen=True)
 class Network:
-    """Where the launchers run, and how the second one reaches the first."""
+    """The command prefixes of the two launchers, and the address of the first."""
 
     prefixes: tuple[tuple[str, ...], ...]
     first_address: str
@@ -26,7 +26,7 @@ LOOPBACK = Network(((), ()), "127.0.0.1")
 
 @contextmanager
 def network() -> Iterator[Network]:
-    """Two namespaces joined by a pair of virtual cards, or the loopback of this one where that is not allowed."""
+    """Two namespaces joined by a veth pair, or the loopback interface where namespaces are not permitted."""
     names = [f"distiller-{os.getpid()}-{number}" for number in range(2)]
     cards = [f"d{os.getpid()}-{number}" for number in range(2)]
     commands = [["netns", "add", name] for name in names]

@@ -1196,7 +1196,7 @@ class TestRunFolder:
         def fail() -> None:
             raise ImportError("No module named 'sklearn'")
 
-        monkeypatch.setattr("distiller.diffusion.task.DigitJudge", fail)
+        monkeypatch.setattr("distiller.demo.digits.real_digits", fail)
         size = ["task.height=64", "task.width=64"]
         refuse(["evaluate", "run", *size, "evaluation.judge=digits"], "scikit-learn", "distiller[demo]")
 

@@ -19,8 +19,8 @@ from transformers import (
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language import behaviour_probe
-from distiller.language.model_spec import ModelSpec
+from distiller.language.model import behaviour_probe
+from distiller.language.model.spec import ModelSpec
 from tests import toy_causal_lm
 
 SMALL: dict[str, Any] = {"vocab_size": 23, "hidden_size": 32, "num_hidden_layers": 3}

@@ -125,9 +125,9 @@ def test_a_cache_that_fits_is_opened(tmp_path):
         (lambda folder: (folder / shard_name(1)).write_bytes(b"x"), {}, "outputs-000001.safetensors has 1 bytes of"),
     ],
 )
-def test_a_cache_that_does_not_fit_is_refused(tmp_path, nan_if_nonfinite, changes, message):
+def test_a_cache_that_does_not_fit_is_refused(tmp_path, spoil, changes, message):
     folder = write_cache(tmp_path / "cache")
-    nan_if_nonfinite(folder)
+    spoil(folder)
     asked: dict[str, Any] = {"key": KEY, "wanted": ("hidden",), "epochs": 2, "draws": None} | changes
     with pytest.raises(UserError, match=message):
         open_cache(folder, **asked)

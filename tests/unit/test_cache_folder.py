@@ -75,7 +75,7 @@ def test_a_cache_is_moved_and_trained_from_with_another_output_dir(tmp_path, fre
         shutil.copyfile(given, elsewhere)
     data["data"] = data["data"] | {"path": str(elsewhere)}
     monkeypatch.setattr("distiller.diffusion.family.Family.load_text_encoder", refuse)
-    monkeypatch.setattr("distiller.language.source.tokenise_corpus", refuse)
+    monkeypatch.setattr("distiller.language.data.source.tokenise_corpus", refuse)
     read = train("read", placement="cached", cache=str(tmp_path / "moved"))
     losses = [[line["loss"] for line in toys.read_metrics(folder)] for folder in (read, live)]
     assert losses[0][0] == losses[1][0]
@@ -102,7 +102,7 @@ def test_stages_are_found_in_the_cache_and_made_in_the_run_s_own_folder(tmp_path
     found.make_once(True, lambda: refuse())
     other = Stage("made", {"by": "the second run"}, places)
     assert not other.is_complete
-    assert other.folder.parent == places.own
+    assert other.folder.parent == places.primary
     other.partial.mkdir(parents=True)
     other.finish()
     assert other.is_complete

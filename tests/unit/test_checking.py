@@ -11,6 +11,7 @@ from PIL import Image
 
 from distiller import commands
 from distiller.cli import main
+from distiller.commands import training_run
 from distiller.config.loading import dump, parse
 from distiller.data.pictures import MAX_CHECKED_PICTURES, check_pictures
 from distiller.errors import UserError
@@ -149,7 +150,9 @@ def test_a_dry_run_compares_what_is_kept_with_the_disk(make_recipe, monkeypatch,
 
 def test_the_bytes_of_a_dry_run_are_those_of_a_checkpoint(make_recipe, monkeypatch, fresh):
     foretold: list[int] = []
-    monkeypatch.setattr(commands, "disk_line", lambda recipe, checkpoint, student: foretold.append(checkpoint) or "")
+    monkeypatch.setattr(
+        training_run, "disk_line", lambda recipe, checkpoint, student: foretold.append(checkpoint) or ""
+    )
     recipe = make_recipe(train={"max_steps": 1, "ema_decay": 0.9})
     commands.dry_run(recipe)
     fresh()

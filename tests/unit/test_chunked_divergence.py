@@ -10,13 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from distiller.errors import UserError
-from distiller.language import chunked
-from distiller.language.chunked import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
-from distiller.language.divergences import ForwardKL, JensenShannon, ReverseKL, SparseTarget
-from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds
-from distiller.language.objective import Objective, token_losses
-from distiller.language.sparse import SparseForm
-from distiller.language.stored import TokenForm, target_of
+from distiller.language.cache.forms import TokenForm, target_of
+from distiller.language.cache.sparse_records import SparseForm
+from distiller.language.loss import chunked_loss as chunked
+from distiller.language.loss.chunked_loss import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.divergences import ForwardKL, JensenShannon, ReverseKL
+from distiller.language.loss.token_losses import Objective, token_losses
+from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds
 from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top
 
 NUM_TOKENS, WIDTH, TEACHER_WIDTH = 14, 8, 6

@@ -20,11 +20,7 @@ from torch import nn
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
-    ConvNextConfig,
-    CvtConfig,
     PoolFormerConfig,
-    SwinConfig,
-    UperNetConfig,
 )
 
 from distiller import commands
@@ -42,7 +38,6 @@ from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
-from distiller.vision.student import without_dropout
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -371,21 +366,6 @@ class TestRuns:
         ours = load_student(folder, open_task(parse(data))._plan, torch.device("cpu"))
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
-
-    @pytest.mark.parametrize(
-        ("config", "found"),
-        [
-            (classifiers.vit_config(hidden_dropout_prob=1, attention_probs_dropout_prob=0.2),
-             {"hidden_dropout_prob", "attention_probs_dropout_prob"}),
-            (CvtConfig(drop_path_rate=[0.0, 0.0, 0.3]), {"drop_path_rate"}),
-            (SwinConfig(), {"drop_path_rate"}),
-            (ConvNextConfig(), set()),
-            (UperNetConfig(backbone_config=SwinConfig(drop_path_rate=0.3)), {"backbone_config.drop_path_rate"}),
-        ],
-    )  # fmt: skip
-    def test_no_dropout_of_any_kind_is_left(self, config, found):
-        assert set(without_dropout(config)) == found
-        assert without_dropout(config) == ()
 
     def test_a_student_with_dropout_answers_alike_in_training(self, make_data, capsys):
         # Attention's own rate is no nn.Dropout.

@@ -65,7 +65,7 @@ def test_large_files_of_the_hub_are_read_once(tmp_path, cache_home):
     assert content_digest(tmp_path / "model.safetensors") == expected
     (cache_home / blob.name).write_text("torn")
     # As in the next process.
-    content_digests._known.clear()
+    content_digests._computed.clear()
     assert content_digest(tmp_path / "model.safetensors") != expected
 
 
@@ -159,11 +159,11 @@ def test_large_weights_of_a_plain_folder_are_read_once(tmp_path, cache_home, mon
     assert not cache_home.exists(), "it may be written again within the file system's resolution of time"
     monkeypatch.setattr("distiller.storage.content_digests.SETTLED_S", -1.0)
     # As another process, which has read nothing yet.
-    monkeypatch.setattr(content_digests, "_known", {})
+    monkeypatch.setattr(content_digests, "_computed", {})
     assert content_digest(file) == content_digest(other) == first
     (note,) = cache_home.iterdir()
     note.write_text("0" * 32)
-    monkeypatch.setattr(content_digests, "_known", {})
+    monkeypatch.setattr(content_digests, "_computed", {})
     assert content_digest(file) == "0" * 32
     times = file.stat()
     file.write_bytes(b"others!")

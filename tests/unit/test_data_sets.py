@@ -13,8 +13,8 @@ import pytest
 from distiller.config.causal_lm import LanguageData
 from distiller.config.classification import ClassificationData
 from distiller.errors import RunError, UserError
-from distiller.language.documents import Text
-from distiller.language.text import FORMATS, documents_of, open_corpus
+from distiller.language.data.corpus import FORMATS, documents_of, open_corpus
+from distiller.language.data.documents import Text
 from distiller.vision.sources import open_pictures
 from tests import classifiers
 

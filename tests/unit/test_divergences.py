@@ -1,21 +1,27 @@
 """Divergences against plain float64, at any temperature and dtype."""
 
 import math
+from typing import get_args
 
 import pytest
 import torch
 
+from distiller.config.causal_lm import SAMPLED_KINDS, DivergenceKind, DivergenceLoss
 from distiller.errors import UserError
-from distiller.language import divergences
-from distiller.language.divergences import (
+from distiller.language.loss import divergence_values
+from distiller.language.loss.chunked_loss import LogitsTarget, chunked_loss
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.divergences import (
     DIVERGENCES,
     ForwardKL,
     JensenShannon,
     ReverseKL,
     SkewedKL,
     SkewedReverseKL,
-    SparseTarget,
+    divergence_of,
 )
+from distiller.language.loss.token_losses import Objective
+from tests.toy_divergence import SquaredHellinger
 
 TEMPERATURES = [0.1, 0.5, 1.0, 2.0, 10.0]
 KINDS = [
@@ -76,11 +82,11 @@ def assert_near(ours, theirs, tolerance=1e-5):
 def test_values_and_gradients_equal_float64(divergence, temperature, dtype):
     student, teacher = logits(0, dtype=dtype), logits(1, dtype=dtype)
     value, gradient = reference(divergence, student, teacher, temperature)
-    ours, our_gradient = divergences.dense_divergence_and_gradient(divergence, student, teacher, temperature)
+    ours, our_gradient = divergence_values.dense_divergence_and_gradient(divergence, student, teacher, temperature)
     assert_near(ours, value)
     assert_near(our_gradient, gradient)
     student = student.float().requires_grad_()
-    by_autograd = divergences.dense_divergence(divergence, student, teacher, temperature)
+    by_autograd = divergence_values.dense_divergence(divergence, student, teacher, temperature)
     assert torch.equal(by_autograd, ours)
     assert_near(torch.autograd.grad(by_autograd.sum(), student)[0], gradient)
 
@@ -92,10 +98,10 @@ def test_large_logits_at_a_low_temperature_stay_finite(divergence, dtype):
     student, teacher = logits(2, scale=30.0).to(dtype), logits(3, scale=30.0).to(dtype)
     for temperature in (0.05, 1.0):
         student.requires_grad_()
-        value, gradient = divergences.dense_divergence_and_gradient(divergence, student, teacher, temperature)
+        value, gradient = divergence_values.dense_divergence_and_gradient(divergence, student, teacher, temperature)
         assert value.isfinite().all()
         assert gradient.isfinite().all()
-        by_autograd = divergences.dense_divergence(divergence, student, teacher, temperature).sum()
+        by_autograd = divergence_values.dense_divergence(divergence, student, teacher, temperature).sum()
         assert torch.autograd.grad(by_autograd, student)[0].isfinite().all()
 
 
@@ -103,9 +109,9 @@ def test_large_logits_at_a_low_temperature_stay_finite(divergence, dtype):
 @pytest.mark.parametrize("divergence", KINDS, ids=str)
 def test_ids_that_both_mask_are_as_if_absent(divergence, masked):
     student, teacher = logits(4), logits(5)
-    value, gradient = divergences.dense_divergence_and_gradient(divergence, student, teacher, 0.5)
+    value, gradient = divergence_values.dense_divergence_and_gradient(divergence, student, teacher, 0.5)
     wider = [torch.nn.functional.pad(x, (0, 3), value=masked) for x in (student, teacher)]
-    wide_value, wide_gradient = divergences.dense_divergence_and_gradient(divergence, *wider, 0.5)
+    wide_value, wide_gradient = divergence_values.dense_divergence_and_gradient(divergence, *wider, 0.5)
     torch.testing.assert_close(wide_value, value)
     torch.testing.assert_close(wide_gradient, torch.nn.functional.pad(gradient, (0, 3)))
 
@@ -114,7 +120,7 @@ def test_ids_that_both_mask_are_as_if_absent(divergence, masked):
 def test_a_student_that_agrees_is_at_the_minimum(divergence):
     student = logits(6, scale=5.0)
     shifted = student + 7.0
-    value, gradient = divergences.dense_divergence_and_gradient(divergence, student, shifted, 0.7)
+    value, gradient = divergence_values.dense_divergence_and_gradient(divergence, student, shifted, 0.7)
     assert value.abs().max() < 1e-6
     assert gradient.abs().max() < 1e-6
 
@@ -126,8 +132,52 @@ def test_ends_of_beta_are_the_limits_of_the_ratios():
     small = 1e-5
     for divergence, limit in ((JensenShannon(small), JensenShannon(0.0)), (JensenShannon(1 - small), JensenShannon(1))):
         ratio = plain(divergence, p, q) / small
-        ours = divergences.dense_divergence(limit, student, teacher, 1.0)
+        ours = divergence_values.dense_divergence(limit, student, teacher, 1.0)
         torch.testing.assert_close(ours.double(), ratio, rtol=1e-3, atol=0)
+
+
+def hellinger(p, q):
+    return (p.sqrt() - q.sqrt()).square().sum(1)
+
+
+@pytest.mark.parametrize("num_ids", [None, 4])
+def test_a_divergence_is_added_by_a_class_and_one_entry(monkeypatch, num_ids):
+    """The loss of chunks, live and of a cache's likeliest ids, against float64 and autograd."""
+    monkeypatch.setitem(DIVERGENCES, "hellinger", SquaredHellinger)
+    divergence = divergence_of(DivergenceLoss.model_construct(kind="hellinger"))
+    hidden, weight, teacher = logits(20, vocabulary=5), logits(21, num_tokens=11, vocabulary=5), logits(22)
+    target = LogitsTarget(teacher) if num_ids is None else top(teacher, num_ids, 2.0)
+    inputs = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    labels, mask = torch.zeros(6, dtype=torch.int64), torch.ones(6, dtype=torch.bool)
+    sums = chunked_loss(*inputs, target, labels, mask, Objective(divergence, temperature=2.0), chunk_tokens=4)
+    exact = hidden.double().requires_grad_(), weight.double().requires_grad_()
+    q, p = (exact[0] @ exact[1].t() / 2).softmax(1), (teacher.double() / 2).softmax(1)
+    if num_ids is not None:
+        q, p = outcomes(q, target.ids), outcomes(p, target.ids)
+    expected = 4 * hellinger(p, q).sum()
+    assert_near(sums.loss.detach(), expected.detach())
+    for ours, theirs in zip(torch.autograd.grad(sums.loss, inputs), torch.autograd.grad(expected, exact), strict=True):
+        assert_near(ours, theirs)
+
+
+def test_the_recipe_s_names_are_those_of_the_divergences():
+    """The recipe imports no torch, so it has them once more."""
+    assert get_args(DivergenceKind) == tuple(DIVERGENCES)
+    assert tuple(name for name, kind in DIVERGENCES.items() if kind.can_be_sampled) == SAMPLED_KINDS
+
+
+@pytest.mark.parametrize(
+    ("name", "divergence"),
+    [
+        ("forward_kl", ForwardKL()),
+        ("reverse_kl", ReverseKL()),
+        ("jsd", JensenShannon(0.3)),
+        ("skewed_kl", SkewedKL(0.2)),
+        ("skewed_reverse_kl", SkewedReverseKL(0.2)),
+    ],
+)
+def test_a_divergence_reads_its_own_options(name, divergence):
+    assert divergence_of(DivergenceLoss(kind=name, beta=0.3, skew=0.2)) == divergence
 
 
 def test_every_kind_has_a_name_and_published_defaults():
@@ -147,9 +197,9 @@ def test_cross_entropy_and_its_gradient():
     student, labels = logits(9, dtype=torch.bfloat16), torch.tensor([0, 10, 3, 3, 7, 1])
     exact = student.double().requires_grad_()
     value = torch.nn.functional.cross_entropy(exact, labels, reduction="none")
-    assert_near(divergences.cross_entropy(student, labels), value.detach())
+    assert_near(divergence_values.cross_entropy(student, labels), value.detach())
     gradient = torch.autograd.grad(value.sum(), exact)[0]
-    assert_near(divergences.cross_entropy_gradient(student, labels), gradient)
+    assert_near(divergence_values.cross_entropy_gradient(student, labels), gradient)
 
 
 def top(teacher, count, temperature):
@@ -175,18 +225,18 @@ def test_top_k_and_a_tail_are_outcomes_of_their_own(divergence, temperature):
     p = outcomes((teacher.double() / temperature).softmax(1), target.ids)
     value = temperature**2 * plain(divergence, p, q)
     gradient = torch.autograd.grad(value.sum(), exact)[0]
-    ours, our_gradient = divergences.sparse_divergence_and_gradient(divergence, student, target, temperature)
+    ours, our_gradient = divergence_values.sparse_divergence_and_gradient(divergence, student, target, temperature)
     assert_near(ours, value.detach())
     assert_near(our_gradient, gradient)
     student.requires_grad_()
-    by_autograd = divergences.sparse_divergence(divergence, student, target, temperature)
+    by_autograd = divergence_values.sparse_divergence(divergence, student, target, temperature)
     assert_near(torch.autograd.grad(by_autograd.sum(), student)[0], gradient)
 
 
 def test_top_k_of_all_ids_is_dense():
     student, teacher = logits(12), logits(13)
-    dense = divergences.dense_divergence_and_gradient(ForwardKL(), student, teacher, 2.0)
-    sparse = divergences.sparse_divergence_and_gradient(ForwardKL(), student, top(teacher, 11, 2.0), 2.0)
+    dense = divergence_values.dense_divergence_and_gradient(ForwardKL(), student, teacher, 2.0)
+    sparse = divergence_values.sparse_divergence_and_gradient(ForwardKL(), student, top(teacher, 11, 2.0), 2.0)
     torch.testing.assert_close(sparse, dense)
 
 
@@ -199,8 +249,8 @@ def test_top_k_is_never_negative(divergence):
     student[:, :] -= 5 * (torch.ones_like(teacher).scatter(1, target.ids, 0.0))
     truncated = target.weights * (target.weights.log() - student.log_softmax(1).gather(1, target.ids))
     assert truncated.sum(1).max() < 0
-    assert divergences.sparse_divergence(divergence, student, target, 1.0).min() > 1e-4
-    assert divergences.sparse_divergence(divergence, teacher, target, 1.0).min() >= 0
+    assert divergence_values.sparse_divergence(divergence, student, target, 1.0).min() > 1e-4
+    assert divergence_values.sparse_divergence(divergence, teacher, target, 1.0).min() >= 0
 
 
 def test_a_small_tail_is_not_lost_to_rounding():
@@ -209,7 +259,7 @@ def test_a_small_tail_is_not_lost_to_rounding():
     target = SparseTarget(torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]]), torch.tensor([1e-9]))
     q = student.double().softmax(1)
     expected = 0.5 * (0.5 / q[0, 0]).log() + 0.5 * (0.5 / q[0, 1]).log() + 1e-9 * (1e-9 / q[0, 2:].sum()).log()
-    value, gradient = divergences.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
+    value, gradient = divergence_values.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
     torch.testing.assert_close(value[0].double(), expected, rtol=1e-6, atol=0)
     assert gradient[0, 2] != 0
 
@@ -229,7 +279,7 @@ def test_the_expectation_over_samples_is_the_forward_kl(exact_ids):
         ids = torch.cat([top_ids, torch.full((2, 2), drawn)], 1)
         weight = (remaining / proposal).nan_to_num()[:, [drawn, drawn]] / 2
         target = SparseTarget(ids, torch.cat([top_weights, weight], 1), torch.zeros(2), entropy)
-        of_draw, gradient_of_draw = divergences.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
+        of_draw, gradient_of_draw = divergence_values.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
         expected_value += proposal[:, drawn] * of_draw
         expected_gradient += proposal[:, [drawn]] * gradient_of_draw
     assert_near(expected_value, value)
@@ -239,12 +289,12 @@ def test_the_expectation_over_samples_is_the_forward_kl(exact_ids):
 def test_samples_without_an_entropy_give_the_cross_entropy():
     student, ids = logits(17), torch.tensor([0, 10, 3, 3, 7, 1])
     target = SparseTarget(ids[:, None], torch.ones(6, 1), torch.zeros(6), torch.zeros(6))
-    value, gradient = divergences.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
-    torch.testing.assert_close(value, divergences.cross_entropy(student, ids))
-    torch.testing.assert_close(gradient, divergences.cross_entropy_gradient(student, ids))
+    value, gradient = divergence_values.sparse_divergence_and_gradient(ForwardKL(), student, target, 1.0)
+    torch.testing.assert_close(value, divergence_values.cross_entropy(student, ids))
+    torch.testing.assert_close(gradient, divergence_values.cross_entropy_gradient(student, ids))
 
 
 def test_other_divergences_of_samples_are_refused():
     target = SparseTarget(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1), torch.zeros(1), torch.zeros(1))
     with pytest.raises(UserError, match="estimate the forward KL alone: ReverseKL"):
-        divergences.sparse_divergence(ReverseKL(), logits(0, num_tokens=1), target, 1.0)
+        divergence_values.sparse_divergence(ReverseKL(), logits(0, num_tokens=1), target, 1.0)

@@ -84,7 +84,7 @@ def test_a_path_that_is_not_utf8_is_said(tmp_path, monkeypatch):
         file = tmp_path / "attempt_0" / str(rank) / "error.json"
         file.parent.mkdir(parents=True)
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        assert rank_failure.reports_first(reason) == (rank == 0)
+        assert rank_failure.is_first_to_report(reason) == (rank == 0)
         rank_failure.write_error_file(reason, is_own=rank == 0)
         assert json.loads(file.read_text())["message"]["message"] == (r"distiller: data.path: caf\udce9 does not exist")
 
@@ -107,7 +107,7 @@ def test_a_rank_that_is_ended_by_the_clock_says_so(tmp_path):
 import os, signal, time
 from distiller.distributed import shutdown
 shutdown.GRACE_S = 0.2
-stops = shutdown.Stops()
+stops = shutdown.StopSignals()
 stops.listen()
 stops.defer()
 os.kill(os.getpid(), signal.SIGTERM)

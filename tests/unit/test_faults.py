@@ -147,7 +147,7 @@ def test_a_full_disk_that_nothing_else_caught_is_one_line(capsys, error, words):
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("name", ["samples.png", "summary.tmp"])
+@pytest.mark.parametrize("name", ["samples.png", ".summary.json.tmp"])
 def test_a_disk_that_is_full_after_the_loop(make_recipe, tmp_path, monkeypatch, capsys, name):
     """What a device that is always full says, where the run's own file would be written."""
     opened = open

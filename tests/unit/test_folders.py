@@ -12,7 +12,7 @@ from distiller.config.classification import ClassificationData
 from distiller.data.folders import files_below, files_matching, folders_in
 from distiller.data.images import find_images
 from distiller.errors import UserError
-from distiller.language.text import open_corpus
+from distiller.language.data.corpus import open_corpus
 from distiller.storage.stages import digest_files
 from distiller.vision.sources import open_pictures
 

@@ -96,7 +96,7 @@ def test_rollout_stored_targets_and_the_count_of_passes(make_recipe, pipelines, 
 
     teacher.predict = counted
     assert task.prepare_stages(toys.ALONE, torch.float32)
-    data = task.run_stages(toys.ALONE, teacher)
+    data = task.load_data(toys.ALONE, teacher)
     assert f"= {sum(asked)} forward passes" in capsys.readouterr().out
     store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     pipeline = WanPipeline.from_pretrained(pipelines[2])

@@ -7,8 +7,8 @@ import pytest
 
 from distiller.config.causal_lm import LanguageData
 from distiller.errors import UserError
-from distiller.language.documents import Answer, Chat, Text
-from distiller.language.text import documents_of, open_corpus
+from distiller.language.data.corpus import documents_of, open_corpus
+from distiller.language.data.documents import Answer, Chat, Text
 
 
 def read(**data):

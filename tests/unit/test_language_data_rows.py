@@ -10,12 +10,12 @@ from torch.utils.data import DataLoader
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from distiller.data.order import RankSampler, UpdatePlan
-from distiller.language.batch import IGNORED, collate, count, tokens
-from distiller.language.batching import batches_by_length, in_rows_order
-from distiller.language.documents import Answer, Text
-from distiller.language.rows import TextData, lay_out
-from distiller.language.tokenised import TokenStore, tokenise_corpus
-from distiller.language.tokenising import DocumentTokenizer
+from distiller.language.data.batch import IGNORED, collate, count, tokens
+from distiller.language.data.documents import Answer, Text
+from distiller.language.data.length_grouping import batches_by_length, in_rows_order
+from distiller.language.data.packing import TextData, lay_out
+from distiller.language.data.token_store import TokenStore, tokenise_corpus
+from distiller.language.data.tokenization import DocumentTokenizer
 from distiller.storage.stages import Stage
 from tests.toy_language import word_level
 

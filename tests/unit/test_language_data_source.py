@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 
 from distiller.config.causal_lm import LanguageData
 from distiller.errors import UserError
-from distiller.language.source import LanguageSource, held_out_documents
-from distiller.language.tokenising import DocumentTokenizer
+from distiller.language.data.source import LanguageSource, held_out_documents
+from distiller.language.data.tokenization import DocumentTokenizer
 from distiller.storage.stages import digest_of
 from tests.toy_language import CHAT, byte_level, language_recipe, word_level
 
@@ -39,7 +39,7 @@ def test_a_full_disk_and_texts_that_cannot_be_read_are_one_line(tmp_path, corpus
 
     tokenizer = byte_level(tmp_path / "tokenizer")
     with monkeypatch.context() as changed:
-        changed.setattr("distiller.language.tokenised.save_file", full)
+        changed.setattr("distiller.language.data.token_store.save_file", full)
         with pytest.raises(UserError, match=r"the tokens cannot be written to .*No space left .*set cache_dir="):
             LanguageSource(language_recipe(tmp_path, **corpus), tokenizer)
     # Readable by its rights, and not when it is read, as on a failing disk.

@@ -3,8 +3,8 @@
 import pytest
 
 from distiller.errors import UserError
-from distiller.language.documents import Answer, Chat, Text
-from distiller.language.tokenising import BATCH, DocumentTokenizer
+from distiller.language.data.documents import Answer, Chat, Text
+from distiller.language.data.tokenization import BATCH, DocumentTokenizer
 from tests.toy_language import CHAT, MARKED_CHAT, byte_level, word_level
 
 MESSAGES = (

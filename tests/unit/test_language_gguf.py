@@ -13,9 +13,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distiller.errors import UserError
-from distiller.language.gguf import GgufModel, exact_dtype
-from distiller.language.gguf_rope import _llama3 as rope_of_llama3
-from distiller.language.gguf_tensors import has_own_output
+from distiller.language.gguf.model import GgufModel, exact_dtype
+from distiller.language.gguf.rope import _llama3 as rope_of_llama3
+from distiller.language.gguf.tensors import has_own_output
 from distiller.storage.packaged_files import find_model_file
 from tests.toy_language import byte_level
 

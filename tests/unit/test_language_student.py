@@ -69,7 +69,7 @@ def test_the_skeleton_has_what_is_trained(task_of):
     built = task.build_student()
     shapes = {name: tuple(value.shape) for name, value in built.named_parameters()}
     assert shapes == {name: tuple(value.shape) for name, value in task.student_skeleton().named_parameters()}
-    assert task.num_trained_parameters() == sum(value.numel() for value in built.parameters())
+    assert task.student_skeleton().num_trained_parameters() == sum(value.numel() for value in built.parameters())
     assert task.block_classes == ("LlamaDecoderLayer",)
 
 

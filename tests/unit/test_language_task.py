@@ -18,8 +18,8 @@ from distiller.cache.key import content_key, first_difference
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
-from distiller.language.batch import IGNORED
 from distiller.language.counted import CountedBatch
+from distiller.language.data.batch import IGNORED
 from distiller.language.task import CausalLMTask
 from tests import toy_causal_lm, toys
 
@@ -54,7 +54,7 @@ def loss_of(task: CausalLMTask, batch: CountedBatch, trained: Any) -> float:
     """The loss sum of a micro-batch, with the teacher in this process."""
     from distiller.teachers.factory import open_alone
 
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     options = task._recipe.teacher
     teacher = open_alone(task.network, options, torch.float32, torch.device("cpu"))
     outputs = teacher.predict([task.request(batch)])[0]
@@ -185,7 +185,7 @@ def test_a_cache_of_distributions_needs_no_output_layer(make_recipe, tmp_path, f
     teacher = {"path": str(make_recipe().teacher.path), "placement": "cached", "cache": str(tmp_path)}
     task = task_of(parse(toy_causal_lm.recipe(tmp_path, teacher=teacher, cache={"form": form})))
     assert (task.replicated_head_bytes(torch.float32) > 0) == needs
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     assert (task._head is not None) == needs
 
 
@@ -198,7 +198,7 @@ def test_checkpointing_recomputes_blocks(make_recipe, monkeypatch):
     block.register_forward_hook(lambda *_: calls.append(1))
     batch = task.collate([toy_causal_lm.sample(0, 8)])
     outputs = {"hidden": torch.zeros(1, 8, 32)}
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     loss = task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch)
     loss.total.backward()
     assert len(calls) == 2

@@ -19,9 +19,9 @@ from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.export import export_checkpoint
-from distiller.language.files import find_model
-from distiller.language.model_spec import ModelSpec
-from distiller.language.tying import tied_as_stored
+from distiller.language.model.files import find_model
+from distiller.language.model.spec import ModelSpec
+from distiller.language.model.weight_tying import tied_as_stored
 from distiller.storage.hub import stored_names
 from tests import toy_causal_lm
 
@@ -175,9 +175,9 @@ def test_names_that_the_hub_does_not_tell_are_not_guessed(tmp_path, monkeypatch,
 
 def test_files_are_converted_and_digested_once(untied, tmp_path, monkeypatch):
     found, asked = find_model("teacher", str(untied), None, None, tmp_path, trusts_code=False), []
-    monkeypatch.setattr("distiller.language.files.reads_directly", lambda *_: False)
+    monkeypatch.setattr("distiller.language.model.files.reads_directly", lambda *_: False)
     monkeypatch.setattr(
-        "distiller.language.files.converted_files", lambda *_: asked.append(1) or [tmp_path / "converted"]
+        "distiller.language.model.files.converted_files", lambda *_: asked.append(1) or [tmp_path / "converted"]
     )
     assert found.weight_files() == found.weight_files() == [tmp_path / "converted"]
     assert asked == [1]

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from distiller import commands
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language.converted import CONVERTED
-from distiller.language.files import find_model
+from distiller.language.model.files import find_model
+from distiller.language.model.weight_conversion import CONVERTED
 from tests import language_sweep, toy_causal_lm
 
 SMALL = {

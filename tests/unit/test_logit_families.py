@@ -16,10 +16,10 @@ from distiller.build import build_task
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language import behaviour_probe
-from distiller.language.batch import IGNORED
-from distiller.language.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
-from distiller.language.model_spec import ModelSpec
+from distiller.language.data.batch import IGNORED
+from distiller.language.model import behaviour_probe
+from distiller.language.model.logits import CAPS, DIVISORS, FACTORS, Head, LogitChange, change_of
+from distiller.language.model.spec import ModelSpec
 from tests import toy_causal_lm, toys
 
 COMMON: dict[str, Any] = {
@@ -107,7 +107,7 @@ def test_loss_and_gradient_are_those_of_the_librarys_own_logits(tmp_path, monkey
         # Its files name the output layer otherwise.
         head = Head(model.lm_head.weight.detach(), None, task.files.anatomy.logit_change, task.network.ids)
         monkeypatch.setattr(task.network, "load_head", lambda *_: head)
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     batch = task.collate([toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 12)])
     inputs = {"input_ids": batch.batch.input_ids, "position_ids": batch.batch.position_ids, "use_cache": False}
     with torch.no_grad():

@@ -103,7 +103,7 @@ def test_a_recipe_that_leaves_all_out_rolls_out_what_the_pipeline_draws_by_itsel
         recipe = bare(toy_pictures.recipe(kind, tmp_path, folder, data={"max_samples": 2}), keep=steps)
     task = open_task(recipe)
     task.prepare_stages(toys.ALONE, torch.float32)
-    task.run_stages(toys.ALONE, open_teacher(task.network, setup()))
+    task.load_data(toys.ALONE, open_teacher(task.network, setup()))
     store = LatentStore(next((Path(recipe.output_dir) / "stages").glob("rollout-*")))
     noise = torch.stack([rng.noise(recipe.seed, 0, i, store.shape, "rollout") for i in range(2)])
     pipeline: Any = DiffusionPipeline.from_pretrained(folder)

@@ -138,7 +138,7 @@ def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, cha
     exact, _ = train_plainly(recipe)
     assert [line["loss"] for line in run(recipe).metrics] == pytest.approx(exact.losses, rel=2e-2)
     task = build_task(recipe)
-    data = task.run_stages(toys.ALONE, None)
+    data = task.load_data(toys.ALONE, None)
     request = task.request(task.collate([data[0, number] for number in range(3)]))
     teacher, answers = open_alone(task.network, recipe.teacher, torch.float32, torch.device("cpu")), []
     for is_on in (False, True):

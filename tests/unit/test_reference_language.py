@@ -181,7 +181,7 @@ def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, stu
     ours = run(recipe)
     assert [line["loss"] for line in ours.metrics] == pytest.approx(exact.losses, rel=2e-2)
     task = build_task(recipe)
-    data = task.run_stages(toys.ALONE, None)
+    data = task.load_data(toys.ALONE, None)
     batch = task.collate([data[0, number] for number in range(3)])
     teacher = open_alone(task.network, recipe.teacher, torch.float32, torch.device("cpu"))
     request, answers = task.request(batch), []

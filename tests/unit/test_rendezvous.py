@@ -11,7 +11,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from distiller.cli import main
-from distiller.distributed.rendezvous import choose_interface, meet, report_failure
+from distiller.distributed.rendezvous import choose_interface, exchange_settings, report_failure
 from distiller.errors import AgreedUserError, UserError
 
 
@@ -49,7 +49,7 @@ def test_a_card_that_was_chosen_stays(two_machines, monkeypatch):
 def test_one_machine_needs_none(two_machines, monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
     choose_interface()
-    meet({})
+    exchange_settings({})
     report_failure("nobody listens")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
     assert two_machines.num_keys() <= 1
@@ -60,26 +60,26 @@ def test_ranks_hear_of_one_that_will_not_come(two_machines, monkeypatch):
     report_failure("teacher.path: gone")
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(AgreedUserError) as error:
-        meet({})
+        exchange_settings({})
     assert str(error.value) == f"rank 1 on {socket.gethostname()}: teacher.path: gone"
     assert isinstance(error.value, UserError)
 
 
 def test_ranks_that_are_ready_go_on(two_machines, monkeypatch):
     monkeypatch.setenv("RANK", "1")
-    said = {"host": "elsewhere", "terms": {"optim.lr": 0.1}}
-    two_machines.set("attempt-0/distiller/ready/0", json.dumps(said))
-    meet({"optim.lr": 0.1})
+    message = {"host": "elsewhere", "settings": {"optim.lr": 0.1}}
+    two_machines.set("attempt-0/distiller/ready/0", json.dumps(message))
+    exchange_settings({"optim.lr": 0.1})
 
 
 @pytest.mark.parametrize("own", [0, 1])
 def test_every_rank_hears_that_one_has_another_recipe(two_machines, monkeypatch, own):
     monkeypatch.setenv("RANK", str(own))
-    terms = [{"optim.lr": 0.1, "torch": "2.13"}, {"optim.lr": 0.2, "torch": "2.13"}]
-    said = {"host": "elsewhere", "terms": terms[1 - own]}
-    two_machines.set(f"attempt-0/distiller/ready/{1 - own}", json.dumps(said))
+    settings = [{"optim.lr": 0.1, "torch": "2.13"}, {"optim.lr": 0.2, "torch": "2.13"}]
+    message = {"host": "elsewhere", "settings": settings[1 - own]}
+    two_machines.set(f"attempt-0/distiller/ready/{1 - own}", json.dumps(message))
     with pytest.raises(AgreedUserError) as error:
-        meet(terms[own])
+        exchange_settings(settings[own])
     host = "elsewhere" if own == 0 else socket.gethostname()
     assert str(error.value).startswith(f"rank 1 on {host}: optim.lr is 0.2 and on rank 0 0.1; start every machine")
 

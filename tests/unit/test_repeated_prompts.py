@@ -39,7 +39,7 @@ def repeated(request, make_recipe, tmp_path):
         )
         task = open_task(recipe)
         assert task.prepare_stages(toys.ALONE, torch.float32)
-        data = task.run_stages(toys.ALONE, open_teacher(task.network, setup()))
+        data = task.load_data(toys.ALONE, open_teacher(task.network, setup()))
         return recipe, task, data, [prompt for prompt in prompts for _ in range(per_prompt)]
 
     return make

@@ -13,8 +13,8 @@ from distiller.config.loading import load
 from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.errors import UserError
-from distiller.run_folder.input_files import look_at
-from distiller.run_folder.inputs import INPUTS, check_same_inputs, remember, with_absolute_paths
+from distiller.run_folder.input_files import digest_input
+from distiller.run_folder.inputs import INPUTS, check_same_inputs, record_inputs, with_absolute_paths
 from distiller.storage.yaml_files import parse_yaml
 from tests import toys
 
@@ -137,10 +137,10 @@ def test_a_small_change_of_one_tensor_of_many_is_seen(work):
     folder = work / "models" / "teacher"
     tensors = load_file(folder / WEIGHTS) | {f"filler.{n}": toys.torch.zeros(20_000) for n in range(20)}
     save_file(tensors, folder / WEIGHTS)
-    before = {key: look_at(recipe_of(), key) for key in INPUTS}
+    before = {key: digest_input(recipe_of(), key) for key in INPUTS}
     assert before["student.path"] is None
     save_file(tensors | {"filler.7": tensors["filler.7"] + 1}, folder / WEIGHTS)
-    after = {key: look_at(recipe_of(), key) for key in INPUTS}
+    after = {key: digest_input(recipe_of(), key) for key in INPUTS}
     assert [key for key in INPUTS if after[key] != before[key]] == ["teacher.path"]
     assert before["teacher.path"] is not None
     changed = [name for name, digest in before["teacher.path"].items() if (after["teacher.path"] or {})[name] != digest]
@@ -157,13 +157,13 @@ def change(file: Path) -> None:
 def test_files_beside_a_model_are_no_part_of_it(work):
     """Results, notes, and the checkpoints of whoever trained the teacher."""
     folder = work / "models" / "teacher"
-    before = look_at(recipe_of(), "teacher.path")
+    before = digest_input(recipe_of(), "teacher.path")
     assert before is not None
     assert {"model_index.json", str(WEIGHTS), "scheduler/scheduler_config.json"} <= before.keys()
     for name in ("eval_results.json", "notes.txt", "transformer/all_results.json", "checkpoint-5/model.safetensors"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("{}")
-    assert look_at(recipe_of(), "teacher.path") == before
+    assert digest_input(recipe_of(), "teacher.path") == before
 
 
 def test_a_hubs_model_is_compared_as_it_is_fetched(work, tmp_path, monkeypatch):
@@ -174,16 +174,16 @@ def test_a_hubs_model_is_compared_as_it_is_fetched(work, tmp_path, monkeypatch):
     held = flatten(json.loads(recipe.model_dump_json()))
     shutil.copytree(hub, cached)
     (work / "run").mkdir()
-    remember(recipe, work / "run")
+    record_inputs(recipe, work / "run")
     shutil.rmtree(cached)
     shutil.copytree(hub, cached, ignore=shutil.ignore_patterns("*.safetensors"))
     check_same_inputs(work / "run", held, recipe)
     (cached / WEIGHTS).parent.mkdir(exist_ok=True)
     shutil.copyfile(hub / WEIGHTS, cached / WEIGHTS)
-    remember(recipe, work / "run")
+    record_inputs(recipe, work / "run")
     change(cached / WEIGHTS)
     with pytest.raises(UserError, match=r"teacher.path owner/name is no longer what the run .*safetensors differs"):
-        remember(recipe, work / "run")
+        record_inputs(recipe, work / "run")
     change(cached / "scheduler" / "scheduler_config.json")
     with pytest.raises(UserError, match=r"scheduler_config.json differs"):
         check_same_inputs(work / "run", held, recipe)

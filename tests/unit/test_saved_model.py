@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageClassification
 from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.errors import UserError
-from distiller.language.files import find_model
+from distiller.language.model.files import find_model
 from distiller.storage.saved_model import ADAPTER_CONFIG, diffusers_files, transformers_files
 from distiller.storage.weight_files import WeightFiles
 from distiller.vision.stored import check_weights, stored_files

@@ -10,13 +10,13 @@ import time
 
 import pytest
 
-from distiller.distributed.shutdown import Stops
+from distiller.distributed.shutdown import StopSignals
 from distiller.errors import StoppedError
 
 
 @pytest.fixture
 def stops():
-    made = Stops()
+    made = StopSignals()
     made.listen()
     yield made
     made.close()
@@ -24,7 +24,7 @@ def stops():
 
 def test_closing_does_not_wait_for_loader_processes_that_live_on():
     """After an error their frames keep them alive, with copies of both ends of the pipe."""
-    stops = Stops()
+    stops = StopSignals()
     stops.listen()
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
@@ -48,7 +48,7 @@ def test_a_signal_outside_the_loop_stops_once_and_its_echo_is_taken_quietly(stop
 
 def test_inside_the_loop_a_signal_is_a_number(stops):
     def loop() -> None:
-        with stops.deferred():
+        with stops.deferring():
             os.kill(os.getpid(), signal.SIGUSR1)
             assert stops.requested == signal.SIGUSR1
 

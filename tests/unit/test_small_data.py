@@ -9,8 +9,8 @@ from distiller.config.causal_lm import LanguageData
 from distiller.config.loading import parse
 from distiller.data.prompts import read_prompts
 from distiller.errors import UserError
-from distiller.language.source import LanguageSource
-from distiller.language.text import open_corpus
+from distiller.language.data.corpus import open_corpus
+from distiller.language.data.source import LanguageSource
 from distiller.vision.files import read_config
 from tests.toy_language import language_recipe, word_level
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from distiller.language.divergences import ForwardKL, dense_divergence, log_probabilities, sparse_divergence
-from distiller.language.sparse import SparseForm
+from distiller.language.cache.sparse_records import SparseForm
+from distiller.language.loss.divergence_values import dense_divergence, log_probabilities, sparse_divergence
+from distiller.language.loss.divergences import ForwardKL
 
 FORMS = [("topk", 8, 0), ("sampled", 0, 12), ("topk+sampled", 4, 6)]
 

@@ -24,7 +24,7 @@ def test_two_runs_make_a_stage_one_after_the_other(tmp_path):
 
     def work() -> None:
         begun.wait()
-        with stage.made_by_all(toys.ALONE) as is_missing:
+        with stage.make_on_all_ranks(toys.ALONE) as is_missing:
             answers.append(is_missing)
             if is_missing:
                 assert not stage.is_complete
@@ -45,10 +45,10 @@ def test_two_runs_make_a_stage_one_after_the_other(tmp_path):
 def test_a_file_that_its_owner_keeps_to_himself_is_named(tmp_path, monkeypatch):
     """As older versions left them. Nobody is refused anything where tests run as root: the answer is put in."""
     stage = Stage("made", {}, tmp_path)
-    with stage.made_by_all(toys.ALONE):
+    with stage.make_on_all_ranks(toys.ALONE):
         (stage.partial / "weights.safetensors").touch()
         stage.finish()
-    stage.wait()
+    stage.wait_until_complete()
     monkeypatch.setattr(os, "access", lambda file, mode: Path(file).suffix != ".safetensors")
     with pytest.raises(UserError, match=rf"^cache_dir: {stage.folder}/weights.safetensors is another user's"):
         stage.make_once(True, lambda: pytest.fail("it was made again"))
@@ -61,7 +61,7 @@ def test_who_makes_for_all_keeps_the_reason_of_a_failure(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device", "weights")
 
     with pytest.raises(OSError, match="No space left") as error:
-        Stage("made", {}, tmp_path).made_by_main(toys.ALONE, fail)
+        Stage("made", {}, tmp_path).make_on_main(toys.ALONE, fail)
     assert full_disk(error.value) is not None
 
 

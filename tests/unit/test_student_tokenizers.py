@@ -15,9 +15,9 @@ from distiller import commands
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.language.documents import Document, Text
-from distiller.language.files import find_model
-from distiller.language.vocabulary import other_reading
+from distiller.language.data.documents import Document, Text
+from distiller.language.model.files import find_model
+from distiller.language.model.vocabulary import other_reading
 from tests import toy_causal_lm
 
 CHAT = (

@@ -58,20 +58,20 @@ def test_tensorboard_shows_one_series_whose_steps_never_go_back(tmp_path):
 
 def test_the_id_lies_in_the_output_folder_and_a_copy_is_another_run(tmp_path):
     first = tracked_run(tmp_path / "a")
-    assert first.handed == {}
+    assert first.last_steps == {}
     first.with_step(["wandb", "tensorboard"], 8).with_step(["tensorboard"], 6).write()
     again = tracked_run(tmp_path / "a")
-    assert (again.id, again.handed) == (first.id, {"wandb": 8, "tensorboard": 8})
+    assert (again.id, again.last_steps) == (first.id, {"wandb": 8, "tensorboard": 8})
     (tmp_path / "link").symlink_to("a")
     assert tracked_run(tmp_path / "link") == again
     assert tracked_run(tmp_path / "b").id != first.id
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
     copy = tracked_run(tmp_path / "copy")
-    assert (copy.id != first.id, copy.handed) == (True, {"tensorboard": 8})
+    assert (copy.id != first.id, copy.last_steps) == (True, {"tensorboard": 8})
     assert tracked_run(tmp_path / "copy") == copy
     for torn in ("torn", "[]", '{"id": 1}'):
         (tmp_path / "a" / "run.json").write_text(torn)
-        assert tracked_run(tmp_path / "a").handed == {}
+        assert tracked_run(tmp_path / "a").last_steps == {}
 
 
 def test_steps_of_a_session_without_trackers_were_handed_to_nobody(tmp_path):

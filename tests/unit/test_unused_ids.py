@@ -18,11 +18,11 @@ from distiller.build import build_task
 from distiller.cache.key import content_key
 from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
-from distiller.language.batch import IGNORED
-from distiller.language.chunked import HiddenTarget, chunked_loss
+from distiller.language.data.batch import IGNORED
 from distiller.language.exporting import reader_of
-from distiller.language.logits import PLAIN, TokenIds, product_width
-from distiller.language.objective import Objective
+from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import PLAIN, TokenIds, product_width
 from tests import toy_causal_lm, toys
 
 IDS = toy_causal_lm.VOCABULARY
@@ -159,7 +159,7 @@ def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
     task: Any = build_task(recipe_of(tmp_path, folder))
     assert task.network.ids == TokenIds(26, (22, 23, 24))
     assert "41 of the teacher's 64 ids and 41 of the student's 64 ids stand for no token" in task.notices()[0]
-    task.run_stages(toys.ALONE, None)
+    task.load_data(toys.ALONE, None)
     row = next(row for row in (task._source.load()[0, number] for number in range(9)) if 25 in row.labels)
     batch = task.collate([row])
     model: Any = AutoModelForCausalLM.from_pretrained(folder).eval()

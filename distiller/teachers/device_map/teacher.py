@@ -64,7 +64,7 @@ class DeviceMapTeacher(Teacher):
             return packing.maps
 
         # One rank of the node decides: free memory may change between the measurements of several.
-        maps = setup.ranks.all_succeed(lambda: setup.ranks.from_local_main(make_maps))
+        maps = setup.ranks.all_succeed(lambda: setup.ranks.broadcast_from_local_main(make_maps))
         resident, partitions, onloaded = setup.ranks.all_succeed(lambda: self._partition(plans, maps))
 
         from_host = [group for group in onloaded if group.location == "cpu"]

@@ -140,7 +140,7 @@ def _check(setup: Setup) -> None:
 
 def _allocate_host(sizes: Sequence[int], ranks: Ranks, locks_pages: bool) -> HostCopy:
     """Host memory of this rank alone, for pieces of these sizes. Raises UserError when there is too little."""
-    host = HostCopy.make(sizes, ranks.alone())
+    host = HostCopy.make(sizes, ranks.as_single_process())
     if locks_pages:
         host.page_lock()
     return host

@@ -79,12 +79,12 @@ class PeerCopier(Copier):
     def close(self) -> None:
         torch.cuda.synchronize(self._device)
         # Other ranks still write into this rank's buffers until they have come here too.
-        self._ranks.wait_on_node()
+        self._ranks.node_barrier()
         for address in set(self._mapped.values()):
             driver.unmap_memory(address)
         self._mapped.clear()
         self._counters.close()
-        self._ranks.wait_on_node()
+        self._ranks.node_barrier()
 
     def _wait_for_shares(self, i: int, stream: torch.cuda.Stream) -> None:
         for peer in range(self._num_ranks):

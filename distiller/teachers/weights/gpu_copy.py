@@ -43,7 +43,7 @@ class GpuCopy:
             receivers = range(1, ranks.local_world_size)
             return [{gpu: reduce_tensor(buffer)[1] for gpu, buffer in buffers.items()} for _ in receivers]
 
-        handles = ranks.from_local_main(allocate)
+        handles = ranks.broadcast_from_local_main(allocate)
 
         def map_buffers() -> None:
             if ranks.is_local_main:
@@ -79,7 +79,7 @@ class GpuCopy:
         self.wait()
         if not self._ranks.is_local_main:
             self._buffers.clear()
-        self._ranks.wait_on_node()
+        self._ranks.node_barrier()
         self._buffers.clear()
         torch.cuda.ipc_collect()
 

@@ -51,7 +51,7 @@ class HostCopy:
         assert all(size % ALIGNMENT == 0 for size in sizes)
         # A mapping cannot be empty, and only whole pages can be page-locked.
         num_bytes = max(-(-sum(sizes) // PAGE_BYTES), 1) * PAGE_BYTES
-        ranks.from_local_main(lambda: _check_free_memory(num_bytes))
+        ranks.broadcast_from_local_main(lambda: _check_free_memory(num_bytes))
         descriptor = (open_shared or _open_shared)(num_bytes, ranks)
         memory = mmap.mmap(descriptor, num_bytes)
         os.close(descriptor)
@@ -107,7 +107,7 @@ def _open_shared(num_bytes: int, ranks: Ranks) -> int:
         os.ftruncate(own, num_bytes)
         return f"/proc/{os.getpid()}/fd/{own}"
 
-    path = ranks.from_local_main(create)
+    path = ranks.broadcast_from_local_main(create)
     descriptor = own
     if not ranks.is_local_main:
         with suppress(OSError):
@@ -130,11 +130,11 @@ def open_named(num_bytes: int, ranks: Ranks, folders: Sequence[Path] | None = No
         os.close(descriptor)
         return os.fspath(path)
 
-    path = ranks.from_local_main(create)
+    path = ranks.broadcast_from_local_main(create)
     try:
         descriptor = os.open(path, os.O_RDWR)
     finally:
-        ranks.wait_on_node()
+        ranks.node_barrier()
         if ranks.is_local_main:
             os.unlink(path)
     return descriptor

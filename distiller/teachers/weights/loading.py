@@ -95,7 +95,7 @@ def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
     """Broadcasts rank 0's bytes into `buffer`, which is on every rank's device. Communicates."""
     if ranks.world_size > 1 and buffer.numel():
         # A collective's timeout counts from when it is queued, and reading from a slow disk may take longer.
-        ranks.wait()
+        ranks.barrier()
         dist.broadcast(buffer, 0)
 
 

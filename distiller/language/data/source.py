@@ -12,10 +12,10 @@ from distiller.config.causal_lm import LanguageData
 from distiller.config.recipe import Recipe
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
-from distiller.language.rows import Layout, TextData, lay_out
-from distiller.language.text import open_corpus
-from distiller.language.tokenised import TokenStore, tokenise_corpus
-from distiller.language.tokenising import DocumentTokenizer
+from distiller.language.data.corpus import open_corpus
+from distiller.language.data.packing import Layout, TextData, lay_out
+from distiller.language.data.token_store import TokenStore, tokenise_corpus
+from distiller.language.data.tokenization import DocumentTokenizer
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 3

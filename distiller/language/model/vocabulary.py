@@ -7,10 +7,10 @@ from itertools import islice
 from typing import Any
 
 from distiller.errors import UserError
-from distiller.language.documents import Document
-from distiller.language.files import LanguageFiles
-from distiller.language.logits import TokenIds
-from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
+from distiller.language.data.documents import Document
+from distiller.language.data.tokenization import DocumentTokenizer, TokenisedDocument
+from distiller.language.model.files import LanguageFiles
+from distiller.language.model.logits import TokenIds
 
 NUM_READ = 256
 """Documents that are tokenised with both tokenizers, at most."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distiller.language.batch import IGNORED, LanguageBatch, TokenSample, collate
-from distiller.language.logits import Head
+from distiller.language.data.batch import IGNORED, LanguageBatch, TokenSample, collate
+from distiller.language.model.logits import Head
 from distiller.language.network import HIDDEN
 from distiller.teachers.base import Request, Teacher
 

@@ -85,7 +85,7 @@ SUSPECTS = (
 def change_of(config: Any) -> LogitChange:
     """What the library's model of a config does to its logits; for model types that are not listed above, nothing.
 
-    That it is so is seen by running a small model (`distiller.language.behaviour_probe`).
+    That it is so is seen by running a small model (`distiller.language.model.behaviour_probe`).
 
     Raises:
         UserError: a factor or divisor that is zero or no finite number, a cap that is not above zero.

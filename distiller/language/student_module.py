@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from distiller.language.chunked import Target, chunked_loss
-from distiller.language.logits import Head, LogitChange, TokenIds
-from distiller.language.objective import Objective
+from distiller.language.loss.chunked_loss import Target, chunked_loss
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent

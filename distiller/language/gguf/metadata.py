@@ -14,7 +14,7 @@ from transformers.integrations import GGUF_CONFIG_MAPPING
 from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 
 from distiller.errors import UserError
-from distiller.language.gguf_rope import ROPE_KEYS, apply_rope
+from distiller.language.gguf.rope import ROPE_KEYS, apply_rope
 
 SECTIONS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 """The reader's names of architectures that llama.cpp calls otherwise."""

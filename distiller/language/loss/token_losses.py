@@ -13,9 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.errors import UserError, shown
-from distiller.language import divergences
-from distiller.language.divergences import Divergence, ForwardKL, SparseTarget
-from distiller.language.logits import PLAIN, LogitChange, without_absent
+from distiller.language.loss.divergence_values import (
+    SparseTarget,
+    cross_entropy_gradient,
+    dense_divergence,
+    dense_divergence_and_gradient,
+    sparse_divergence,
+    sparse_divergence_and_gradient,
+)
+from distiller.language.loss.divergences import Divergence, ForwardKL
+from distiller.language.model.logits import PLAIN, LogitChange, without_absent
 
 
 @final
@@ -77,13 +84,19 @@ def token_losses(
     if isinstance(teacher, SparseTarget):
         shared = changed if teacher.vocabulary is None else changed[:, : teacher.vocabulary]
         likeliest = teacher.ids.gather(1, teacher.weights.argmax(1, keepdim=True)).squeeze(1)
-        compare, compare_with_gradient = divergences.sparse_divergence, divergences.sparse_divergence_and_gradient
+        compare, compare_with_gradient = (
+            sparse_divergence,
+            sparse_divergence_and_gradient,
+        )
     else:
         teacher = teacher[:, : student.shape[1] if num_ids is None else num_ids]
         teacher = without_absent(teacher_change.apply(teacher), absent)
         shared = changed[:, : teacher.shape[1]]
         likeliest = teacher.argmax(1)
-        compare, compare_with_gradient = divergences.dense_divergence, divergences.dense_divergence_and_gradient
+        compare, compare_with_gradient = (
+            dense_divergence,
+            dense_divergence_and_gradient,
+        )
     shared = without_absent(shared, absent)
     if wants_gradient and weight > 0:
         divergence, gradient = compare_with_gradient(objective.divergence, shared, teacher, temperature)
@@ -95,7 +108,7 @@ def token_losses(
     of_labels = student_change.apply(student.gather(1, labels[:, None]).squeeze(1)).float()
     cross_entropy = sayable.float().logsumexp(1) - of_labels
     if wants_gradient and weight < 1:
-        by_labels = _widened((1 - weight) * divergences.cross_entropy_gradient(sayable, labels), student)
+        by_labels = _widened((1 - weight) * cross_entropy_gradient(sayable, labels), student)
         gradient = by_labels if gradient is None else gradient + by_labels
     unused = torch.zeros_like(cross_entropy)
     if num_ids is not None and (num_ids < student.shape[1] or absent is not None):

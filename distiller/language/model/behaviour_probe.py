@@ -12,9 +12,9 @@ from accelerate import init_empty_weights
 from torch import Tensor
 
 from distiller.errors import UserError
-from distiller.language.layers import keep_layers
-from distiller.language.logits import change_of, suspicious_keys
-from distiller.language.model_spec import ModelSpec, new_model
+from distiller.language.model.layer_subset import keep_layers
+from distiller.language.model.logits import change_of, suspicious_keys
+from distiller.language.model.spec import ModelSpec, new_model
 
 JOINING_TYPES = frozenset(
     [

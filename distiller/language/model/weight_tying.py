@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.language.model_spec import ModelSpec
+from distiller.language.model.spec import ModelSpec
 from distiller.storage.weight_files import WeightFiles
 
 

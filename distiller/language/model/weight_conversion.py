@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.model_spec import ModelSpec
+from distiller.language.model.spec import ModelSpec
 from distiller.storage.saved_model import transformers_files
 from distiller.storage.stages import Stage, digest_files
 from distiller.storage.weight_files import StoredTensor, read_header

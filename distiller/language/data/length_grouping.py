@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeVar
 
-from distiller.language.batch import padded_length
+from distiller.language.data.batch import padded_length
 
 ResultT = TypeVar("ResultT")
 

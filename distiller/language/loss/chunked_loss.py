@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distiller.language.divergences import SparseTarget
-from distiller.language.logits import PLAIN, Head, LogitChange, TokenIds, product_width
-from distiller.language.objective import Objective, compiled_token_losses, token_losses
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.token_losses import Objective, compiled_token_losses, token_losses
+from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds, product_width
 
 CHUNK_BYTES = 512 * 2**20
 """A chunk's logits, were they float32. Eager operations hold several tensors of this size at a time, compiled ones few

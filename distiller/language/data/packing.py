@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from distiller.data.order import SampleKey
-from distiller.language.batch import IGNORED, TokenSample
-from distiller.language.tokenised import TokenStore
+from distiller.language.data.batch import IGNORED, TokenSample
+from distiller.language.data.token_store import TokenStore
 
 
 @final

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
-from distiller.language.logits import change_of
-from distiller.language.renaming import Renaming
+from distiller.language.model.logits import change_of
+from distiller.language.model.tensor_names import Renaming
 
 LARGE = 2**24
 """Numbers in a tensor that need not be allocated to be known."""

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller.errors import UserError
-from distiller.language.documents import BESIDE, Answer, Chat, Document, Text
+from distiller.language.data.documents import BESIDE, Answer, Chat, Document, Text
 from distiller.storage.stages import digest_of
 
 BATCH = 256

@@ -22,9 +22,9 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.integrations.gguf import read_gguf_metadata
 
 from distiller.errors import RunError, UserError
-from distiller.language.gguf_metadata import apply_metadata
-from distiller.language.gguf_rope import FACTOR_TENSORS
-from distiller.language.gguf_tensors import check_tensors, has_own_output, tensors_of
+from distiller.language.gguf.metadata import apply_metadata
+from distiller.language.gguf.rope import FACTOR_TENSORS
+from distiller.language.gguf.tensors import check_tensors, has_own_output, tensors_of
 from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_files
 

@@ -11,7 +11,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from distiller.errors import UserError
-from distiller.language.gguf_rope import FACTOR_TENSORS
+from distiller.language.gguf.rope import FACTOR_TENSORS
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
 

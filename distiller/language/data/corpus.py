@@ -16,7 +16,7 @@ from typing import Any, final
 from distiller.config.causal_lm import LanguageData
 from distiller.data.folders import files_below, files_matching, has_linked_folder
 from distiller.errors import UserError
-from distiller.language.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
+from distiller.language.data.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
 from distiller.storage.packaged_files import local_path, looked_for
 from distiller.storage.stages import digest_files, digest_of
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distiller.language.divergences import SparseTarget, log_probabilities
+from distiller.language.loss.divergence_values import SparseTarget, log_probabilities
 
 SparseKind = Literal["topk", "sampled", "topk+sampled"]
 

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
-from distiller.language.converted import check_stored, converted_files, headers_of, reads_directly
-from distiller.language.gguf import GgufModel
-from distiller.language.model_spec import ModelSpec
-from distiller.language.tying import tied_as_stored
+from distiller.language.gguf.model import GgufModel
+from distiller.language.model.spec import ModelSpec
+from distiller.language.model.weight_conversion import check_stored, converted_files, headers_of, reads_directly
+from distiller.language.model.weight_tying import tied_as_stored
 from distiller.storage.hub import check_listed, download, listed_files, looks_like_hub_id, stored_names
 from distiller.storage.packaged_files import find_model_file, looked_for
 from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files

@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language import divergences
-from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.cache.forms import StoredForm, target_of
 from distiller.language.counted import CountedBatch
-from distiller.language.divergences import SparseTarget
-from distiller.language.logits import Head
-from distiller.language.objective import Objective
-from distiller.language.stored import StoredForm, target_of
-from distiller.language.trained import LanguageStudent, LossInputs
+from distiller.language.loss import divergence_values
+from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import Head
+from distiller.language.student_module import LanguageStudent, LossInputs
 from distiller.teachers.base import Outputs
 
 
@@ -131,9 +131,9 @@ def _values(student: LanguageStudent, objective: Objective, lesson: LossInputs) 
         logits = ours.logits(hidden[rows])
         target, divergence, temperature = lesson.target, objective.divergence, objective.temperature
         if isinstance(target, SparseTarget):
-            values.append(divergences.sparse_divergence(divergence, logits, target.rows(rows), temperature))
+            values.append(divergence_values.sparse_divergence(divergence, logits, target.rows(rows), temperature))
         else:
             assert isinstance(target, HiddenTarget)
             teacher = Head(target.weight, target.bias, target.change, ours.ids).logits(target.hidden[rows])
-            values.append(divergences.dense_divergence(divergence, logits, teacher, temperature))
+            values.append(divergence_values.dense_divergence(divergence, logits, teacher, temperature))
     return torch.cat(values).double().cpu()

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.data import rng
-from distiller.language.chunked import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.cache.sparse_records import Records, SparseForm
 from distiller.language.counted import CountedBatch
-from distiller.language.divergences import SparseTarget
-from distiller.language.logits import Head
+from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.model.logits import Head
 from distiller.language.network import FEATURES, HIDDEN
-from distiller.language.sparse import Records, SparseForm
 from distiller.teachers.base import Outputs
 
 SPARSE = "sparse/"

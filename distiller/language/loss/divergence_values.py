@@ -1,152 +1,24 @@
-"""How far the student's next-token distribution is from the teacher's, token by token.
+"""Value and gradient of a divergence, and of the cross-entropy, by the student's logits, token by token.
 
 p is the teacher's distribution and q the student's, both softmax(logits / temperature). Everything is computed from
 log-probabilities in float32, whatever the logits' dtype, so that values and gradients stay finite at any temperature.
 Values and gradients carry the factor temperature^2, which keeps the gradient's size when the temperature changes
-(Hinton et al. 2015, arXiv 1503.02531, section 2). Nothing here communicates or waits for a device; values are also
-differentiable by autograd, the gradients written out are what a loss over chunks of tokens needs.
+(Hinton et al. 2015, arXiv 1503.02531, section 2). Nothing here communicates or waits for a device. Values are also
+differentiable by autograd; a loss over chunks of tokens needs the gradients written out.
 """
 
 from __future__ import annotations
 
-import math
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distiller.errors import UserError, shown
+from distiller.errors import UserError
+from distiller.language.loss.divergences import Divergence
 
 LEAST_LOG = -1e30
 """Stands for log 0: finite, so that 0 * log 0 is 0. Masked ids (logits of -inf, or a dtype's least) get it."""
-
-
-class Terms(NamedTuple):
-    """A divergence before it is summed over outcomes, each [N, outcomes] float32."""
-
-    values: Tensor
-    """The summands."""
-
-    slopes: Tensor
-    """Their derivative by log q, up to a multiple of q (which the softmax's Jacobian takes out)."""
-
-
-class Divergence(ABC):
-    """A divergence of q from p as a sum over outcomes."""
-
-    @abstractmethod
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        """Both [N, outcomes] float32 log-probabilities."""
-
-
-@final
-@dataclass(frozen=True)
-class ForwardKL(Divergence):
-    """KL(p || q): the student covers all that the teacher does."""
-
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        p = log_p.exp()
-        return Terms(p * (log_p - log_q), -p)
-
-
-@final
-@dataclass(frozen=True)
-class ReverseKL(Divergence):
-    """KL(q || p): the student keeps to what the teacher finds likely."""
-
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        values = log_q.exp() * (log_q - log_p)
-        return Terms(values, values)
-
-
-@final
-@dataclass(frozen=True)
-class JensenShannon(Divergence):
-    """Generalised: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
-
-    Agarwal et al. 2024, "On-policy distillation" (GKD), arXiv 2306.13649, section 2. It vanishes at both ends of beta;
-    what beta 0 and 1 give is, as in TRL's GKD trainer, the limits of its ratios to beta and to 1 - beta: KL(p || q) and
-    KL(q || p).
-
-    Raises:
-        UserError: beta is not in [0, 1].
-    """
-
-    beta: float = 0.5
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.beta <= 1:
-            raise UserError(f"beta of a Jensen-Shannon divergence is in [0, 1]: {shown(self.beta)} was given")
-
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        if self.beta == 0:
-            return ForwardKL().terms(log_p, log_q)
-        if self.beta == 1:
-            return ReverseKL().terms(log_p, log_q)
-        log_m = _log_mixture(log_p, log_q, self.beta)
-        # The slopes are exact: what q itself adds, (1 - beta) q, is what both halves lose through m.
-        slopes = (1 - self.beta) * log_q.exp() * (log_q - log_m)
-        return Terms(self.beta * log_p.exp() * (log_p - log_m) + slopes, slopes)
-
-
-@final
-@dataclass(frozen=True)
-class SkewedKL(Divergence):
-    """KL(p || alpha p + (1 - alpha) q): forward KL whose gradient is bounded where q is small.
-
-    Ko et al. 2024 (DistiLLM), arXiv 2402.03898, section 3.1, which takes alpha = 0.1.
-
-    Raises:
-        UserError: alpha is not in [0, 1).
-    """
-
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_skew(self.alpha)
-
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        if self.alpha == 0:
-            return ForwardKL().terms(log_p, log_q)
-        log_m = _log_mixture(log_p, log_q, self.alpha)
-        p = log_p.exp()
-        return Terms(p * (log_p - log_m), -p * (math.log1p(-self.alpha) + log_q - log_m).exp())
-
-
-@final
-@dataclass(frozen=True)
-class SkewedReverseKL(Divergence):
-    """KL(q || alpha q + (1 - alpha) p): reverse KL that stays bounded where p is small.
-
-    Ko et al. 2024 (DistiLLM), arXiv 2402.03898, section 3.1.
-
-    Raises:
-        UserError: alpha is not in [0, 1).
-    """
-
-    alpha: float = 0.1
-
-    def __post_init__(self) -> None:
-        _check_skew(self.alpha)
-
-    def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        if self.alpha == 0:
-            return ReverseKL().terms(log_p, log_q)
-        log_m = _log_mixture(log_p, log_q, 1 - self.alpha)
-        q = log_q.exp()
-        values = q * (log_q - log_m)
-        return Terms(values, values - q * (math.log(self.alpha) + log_q - log_m).exp())
-
-
-DIVERGENCES: dict[str, type[Divergence]] = {
-    "forward_kl": ForwardKL,
-    "reverse_kl": ReverseKL,
-    "jsd": JensenShannon,
-    "skewed_kl": SkewedKL,
-    "skewed_reverse_kl": SkewedReverseKL,
-}
 
 
 class SparseTarget(NamedTuple):
@@ -159,8 +31,8 @@ class SparseTarget(NamedTuple):
     With `entropy` given the target is an estimate: `weights` are such that sum_k weights[k] log q(ids[k]) +
     tail log q(the other ids) has the expectation sum p log q. An id may come several times; `tail` is 0 where samples
     stand for everything, also beside exact top-k (each sample from outside the top k then weighs the outside's
-    probability by their number; sources: arXiv 2503.16870). `ForwardKL` alone is linear in this and can be estimated
-    without bias; its value may be negative. `entropy` of zeros, where it is unknown, makes the value a cross-entropy.
+    probability by their number; source: arXiv 2503.16870). Only a divergence with `can_be_sampled` is estimated without
+    bias by this; its value may be negative. `entropy` of zeros, where it is unknown, makes the value a cross-entropy.
     """
 
     ids: Tensor
@@ -214,7 +86,7 @@ def sparse_divergence(divergence: Divergence, student: Tensor, target: SparseTar
         [N] float32.
 
     Raises:
-        UserError: the target is an estimate and the divergence is not `ForwardKL`.
+        UserError: the target is an estimate and the divergence has not `can_be_sampled`.
     """
     log_q = log_probabilities(student, temperature)
     return temperature**2 * _sparse_terms(divergence, log_q, target).value
@@ -290,17 +162,7 @@ def _sparse_terms(divergence: Divergence, log_q: Tensor, target: SparseTarget) -
         values, slopes = divergence.terms(log_weights, log_outcomes)
         # Rounding alone can take it below 0, where student and teacher agree.
         return _Sparse(values.sum(1).clamp(min=0), slopes, log_outside, log_tail)
-    if not isinstance(divergence, ForwardKL):
+    if not divergence.can_be_sampled:
         raise UserError(f"sampled teacher ids estimate the forward KL alone: {type(divergence).__name__} was asked for")
     value = -target.entropy.float() - (weights * log_outcomes).sum(1)
     return _Sparse(value, -weights, log_outside, log_tail)
-
-
-def _log_mixture(log_p: Tensor, log_q: Tensor, share: float) -> Tensor:
-    """log(share p + (1 - share) q) for a share in (0, 1)."""
-    return torch.logaddexp(math.log(share) + log_p, math.log1p(-share) + log_q)
-
-
-def _check_skew(alpha: float) -> None:
-    if not 0 <= alpha < 1:
-        raise UserError(f"alpha of a skewed KL is in [0, 1), where 1 would compare nothing: {shown(alpha)} was given")

@@ -17,8 +17,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.errors import UserError
-from distiller.language.text import Corpus, documents_of
-from distiller.language.tokenising import DocumentTokenizer, TokenisedDocument
+from distiller.language.data.corpus import Corpus, documents_of
+from distiller.language.data.tokenization import DocumentTokenizer, TokenisedDocument
 from distiller.storage.growing_tensors import GrowingTensors
 from distiller.storage.stages import Stage, digest_files
 

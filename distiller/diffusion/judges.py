@@ -1,0 +1,49 @@
+"""Judges of drawings (`evaluation.judge`): which there are, and what each must offer. Imports no torch."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+import numpy as np
+
+from distiller.config.diffusion import DiffusionRecipe
+from distiller.distributed.importing import import_object
+from distiller.errors import UserError
+
+JUDGES = {"digits": "distiller.demo.digits:DigitJudge"}
+"""`evaluation.judge` -> module and class, imported when it is asked for; `none` has no entry."""
+
+
+class Judge(ABC):
+    """Recognises what drawings show. Making one may take a while; what it needs of a recipe is known before."""
+
+    picture_size: ClassVar[tuple[int, int]]
+    """Height and width of the pictures that it takes, in pixels."""
+
+    @staticmethod
+    @abstractmethod
+    def prompts(count: int, seed: int) -> tuple[list[str], np.ndarray]:
+        """At least `count` prompts to draw, the same for the same seed, and the label of each, int64 [N]."""
+
+    @abstractmethod
+    def recognise(self, images: np.ndarray) -> np.ndarray:
+        """The label of each picture, [N], of uint8 [N, H, W, 3]."""
+
+
+def find_judge(name: str) -> type[Judge]:
+    """The class of a judge in `JUDGES`."""
+    return import_object(JUDGES[name])
+
+
+def check_judge(recipe: DiffusionRecipe) -> None:
+    """Raises UserError where drawings do not have the size that the recipe's judge takes."""
+    name, size = recipe.evaluation.judge, recipe.task.size[1:]
+    if name == "none":
+        return
+    height, width = find_judge(name).picture_size
+    if size != (height, width):
+        raise UserError(
+            f"evaluation.judge={name} looks at {height} x {width} pictures, given task.height {size[0]} and "
+            f"task.width {size[1]}; change them, or set it to none"
+        )

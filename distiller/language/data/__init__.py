@@ -1,0 +1,1 @@
+"""Documents, their tokens, rows of tokens and micro-batches of rows."""

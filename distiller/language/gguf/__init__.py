@@ -1,0 +1,1 @@
+"""GGUF files (llama.cpp's format) as folders of transformers."""
