@@ -126,7 +126,7 @@ class TokenForm(StoredForm):
         return restored | ({f"{SPARSE}entropy": _padded(entropies, length)} if entropies else {})
 
 
-def stored_form(kind: str, recipe: LanguageRecipe, ids: TokenIds) -> StoredForm:
+def stored_form(kind: Literal["hidden"] | SparseKind, recipe: LanguageRecipe, ids: TokenIds) -> StoredForm:
     """The form that `cache.form` names as `kind`, with the recipe's settings; `ids` are those that are compared."""
     if kind == "hidden":
         return HiddenForm()
