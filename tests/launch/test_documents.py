@@ -22,6 +22,7 @@ from distiller.run_folder.output_dir import MAY_CHANGE_ON_RESUME, SECTIONS_THAT_
 from distiller.storage.yaml_files import dump_yaml, parse_yaml
 from tests import module_tree, recipe_keys
 from tests.launch.launching import ROOT, run
+from tests.unit.test_architecture import LAYERS
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FAILURES = ROOT / "docs" / "library-failures.md"
@@ -112,6 +113,8 @@ RUN_FILES = {
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
 LIBRARY_FILES |= {"model.safetensors.index.json", "adapter_config.json"}
 FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
+PLACEHOLDER = r"\bNAME\b|(?<=_)NAME\b"
+"""In a path: whatever somebody calls it."""
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
 
 
@@ -278,10 +281,51 @@ def test_files_that_are_named_exist(document):
         elif Path(name).name in RUN_FILES | LIBRARY_FILES:
             found = True
         else:
-            found = any(next(root.glob(name), None) for root in (ROOT, ROOT / "distiller"))
+            found = any(next(root.glob(re.sub(PLACEHOLDER, "*", name)), None) for root in (ROOT, ROOT / "distiller"))
         if not found:
             missing.append(name)
     assert not missing
+
+
+def test_the_architectures_paths_exist():
+    """From the root of the checkout, or of a package that the same row names; NAME stands for any name."""
+    named = re.findall(
+        r"`((?:\.ci|accelerate_configs|distiller|docs|ds_configs|scripts|tests)/[^`]*)`", _architecture()
+    )
+    assert len(named) > 40
+    assert not [path for path in named if not _files_at(path)]
+    assert not re.findall(r"`(?!\w+/)([\w/]+\.py)`", _architecture()), "name files by their path from the root"
+
+
+def test_where_to_add_names_what_the_files_hold():
+    """In a row of its lists every class or registry stands in the file of that row."""
+    _, _, lists = _architecture().partition("\n## Where to add\n")
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", lists, re.MULTILINE)
+    assert rows
+    missing = []
+    for path, text in rows:
+        files = [file.read_text(encoding="utf-8") for file in _files_at(path) if file.is_file()]
+        names = re.findall(r"`([A-Z]\w+)`", text)
+        missing += [(path, name) for name in names if not any(re.search(rf"\b{name}\b", file) for file in files)]
+    assert not missing
+
+
+def test_the_architectures_layers_are_the_tests():
+    _, _, layers = _architecture().partition("\n| package |")
+    table, _, _ = layers.partition("\n\n")
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    named = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert named == [[name for name in names if name != "__init__"] for names in LAYERS]
+
+
+def _architecture() -> str:
+    """The page's own text, without the tables of modules, which are made from the code."""
+    text, _, _ = module_tree.PAGE.read_text(encoding="utf-8").partition(module_tree.START)
+    return text
+
+
+def _files_at(path: str) -> list[Path]:
+    return list(ROOT.glob(re.sub(PLACEHOLDER, "*", path)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
