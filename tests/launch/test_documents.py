@@ -252,7 +252,7 @@ def test_every_block_says_what_it_is(document):
     assert not [f"line {block.line}" for block in blocks_of(document) if block.language not in known]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.stem)
 def test_links_lead_somewhere(document):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(document)):
