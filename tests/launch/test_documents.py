@@ -22,6 +22,7 @@ from distiller.run_folder.output_dir import SECTIONS_THAT_MAY_CHANGE_ON_RESUME, 
 from distiller.storage.yaml_files import dump_yaml, parse_yaml
 from tests import module_tree, recipe_keys
 from tests.launch.launching import ROOT, run
+from tests.unit.test_architecture import LAYERS
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FAILURES = ROOT / "docs" / "library-failures.md"
@@ -31,14 +32,14 @@ COMMAND_TIMEOUT_S = 240
 # Console blocks by their first command: what needs GPUs, a hub, or an environment of its own.
 NOT_RUN = {
     "README.md": [
+        "scripts/test.sh",
+        "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml",
+    ],
+    "performance.md": [
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
         "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
-        "accelerate launch --config_file accelerate_configs/single_gpu.yaml -m distiller train digits-wan "
-        "train.batch_size=64",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
         "python scripts/benchmarks/divergences.py",
-        "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml --dry-run",
-        "scripts/test.sh",
     ],
     "engines.md": [
         "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train "
@@ -112,6 +113,8 @@ RUN_FILES = {
 LIBRARY_FILES = {"config.json", "model_index.json", "default_config.yaml", "scheduler_config.json"}
 LIBRARY_FILES |= {"model.safetensors.index.json", "adapter_config.json"}
 FILES = {name for folder, _, names in os.walk(ROOT) if "/." not in folder for name in names}
+PLACEHOLDER = r"\bNAME\b|(?<=_)NAME\b"
+"""In a path: whatever somebody calls it."""
 SUFFIXES = r"(?:py|sh|ya?ml|jsonl?|md|toml|txt|png)"
 
 
@@ -249,7 +252,7 @@ def test_every_block_says_what_it_is(document):
     assert not [f"line {block.line}" for block in blocks_of(document) if block.language not in known]
 
 
-@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda path: path.stem)
 def test_links_lead_somewhere(document):
     broken = []
     for target in re.findall(r"\]\(([^)\s]+)\)", prose_of(document)):
@@ -278,10 +281,51 @@ def test_files_that_are_named_exist(document):
         elif Path(name).name in RUN_FILES | LIBRARY_FILES:
             found = True
         else:
-            found = any(next(root.glob(name), None) for root in (ROOT, ROOT / "distiller"))
+            found = any(next(root.glob(re.sub(PLACEHOLDER, "*", name)), None) for root in (ROOT, ROOT / "distiller"))
         if not found:
             missing.append(name)
     assert not missing
+
+
+def test_the_architectures_paths_exist():
+    """From the root of the checkout, or of a package that the same row names; NAME stands for any name."""
+    named = re.findall(
+        r"`((?:\.ci|accelerate_configs|distiller|docs|ds_configs|scripts|tests)/[^`]*)`", _architecture()
+    )
+    assert len(named) > 40
+    assert not [path for path in named if not _files_at(path)]
+    assert not re.findall(r"`(?!\w+/)([\w/]+\.py)`", _architecture()), "name files by their path from the root"
+
+
+def test_where_to_add_names_what_the_files_hold():
+    """In a row of its lists every class or registry stands in the file of that row."""
+    _, _, lists = _architecture().partition("\n## Where to add\n")
+    rows = re.findall(r"^\| `([^`]+)` \| (.+) \|$", lists, re.MULTILINE)
+    assert rows
+    missing = []
+    for path, text in rows:
+        files = [file.read_text(encoding="utf-8") for file in _files_at(path) if file.is_file()]
+        names = re.findall(r"`([A-Z]\w+)`", text)
+        missing += [(path, name) for name in names if not any(re.search(rf"\b{name}\b", file) for file in files)]
+    assert not missing
+
+
+def test_the_architectures_layers_are_the_tests():
+    _, _, layers = _architecture().partition("\n| package |")
+    table, _, _ = layers.partition("\n\n")
+    rows = re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)
+    named = [re.findall(r"`(\w+)`", row) for row in rows]
+    assert named == [[name for name in names if name != "__init__"] for names in LAYERS]
+
+
+def _architecture() -> str:
+    """The page's own text, without the tables of modules, which are made from the code."""
+    text, _, _ = module_tree.PAGE.read_text(encoding="utf-8").partition(module_tree.START)
+    return text
+
+
+def _files_at(path: str) -> list[Path]:
+    return list(ROOT.glob(re.sub(PLACEHOLDER, "*", path)))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, final
+from typing import Any, Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distiller.config.causal_lm import LanguageRecipe
 from distiller.data import rng
-from distiller.language.cache.sparse_records import Records, SparseForm
+from distiller.language.cache.sparse_records import Records, SparseForm, SparseKind
 from distiller.language.data.batch import MaskedBatch
 from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
