@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Literal, final
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distiller.config.causal_lm import LanguageRecipe
 from distiller.language.cache.forms import StoredForm, stored_form, target_of
+from distiller.language.cache.sparse_records import SparseKind
 from distiller.language.data.batch import MaskedBatch
 from distiller.language.loss import divergence_values
 from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
@@ -47,9 +48,9 @@ class FormFigures:
 
 def forms_to_compare(recipe: LanguageRecipe, ids: TokenIds, divergence: Divergence) -> dict[str, StoredForm]:
     """All forms that suit the recipe's divergence, by their names and sizes; `ids` are those that are compared."""
-    kinds = ["hidden", "topk"]
+    kinds: list[Literal["hidden"] | SparseKind] = ["hidden", "topk"]
     if divergence.can_be_sampled:
-        kinds += ["sampled"] + ["topk+sampled"] * recipe.cache.fits_both
+        kinds += ["sampled", "topk+sampled"] if recipe.cache.fits_both else ["sampled"]
     forms = {}
     for kind in kinds:
         form = stored_form(kind, recipe, ids)
