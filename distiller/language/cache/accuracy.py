@@ -50,7 +50,9 @@ def forms_to_compare(recipe: LanguageRecipe, ids: TokenIds, divergence: Divergen
     """All forms that suit the recipe's divergence, by their names and sizes; `ids` are those that are compared."""
     kinds: list[Literal["hidden"] | SparseKind] = ["hidden", "topk"]
     if divergence.can_be_sampled:
-        kinds += ["sampled", "topk+sampled"] if recipe.cache.fits_both else ["sampled"]
+        kinds.append("sampled")
+        if recipe.cache.fits_both:
+            kinds.append("topk+sampled")
     forms = {}
     for kind in kinds:
         form = stored_form(kind, recipe, ids)
