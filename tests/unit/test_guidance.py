@@ -102,7 +102,8 @@ def test_rollout_stored_targets_and_the_count_of_passes(make_recipe, pipelines, 
     pipeline = WanPipeline.from_pretrained(pipelines[2])
     noise = torch.stack([rng.noise(recipe.seed, 0, i, SHAPE, "rollout") for i in range(4)])
     theirs = pipeline_s_latents(pipeline, scales, noise, prompts=toys.PROMPTS[:4])
-    torch.testing.assert_close(torch.stack([store.latents(i) for i in range(4)]), theirs, rtol=1e-5, atol=1e-6)
+    # Guidance multiplies rounding errors; which batch a sample is in differs, and with it the last bits on some CPUs.
+    torch.testing.assert_close(torch.stack([store.latents(i) for i in range(4)]), theirs, rtol=1e-5, atol=5e-6)
     batch = task.collate([data[0, i] for i in range(4)])
     texts = [pipeline.encode_prompt(text, None, False, max_sequence_length=512)[0] for text in (toys.PROMPTS[:4], [""])]
     for row, expert in enumerate(batch.modules):
