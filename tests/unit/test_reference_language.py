@@ -144,7 +144,9 @@ def test_the_product_is_the_plain_loop(folder, tmp_path, changes):
     if recipe.teacher.placement == "cached":
         make_cache(recipe)
         forget_accelerate()
-    assert_same(run(recipe), *train_plainly(recipe))
+    # The loss from stored ids is a difference of sums that are ten times as large: the last bits differ between CPUs.
+    tolerance = 3e-5 if recipe.teacher.placement == "cached" else 1e-5
+    assert_same(run(recipe), *train_plainly(recipe), tolerance=tolerance)
 
 
 def test_every_key_has_a_row_that_changes_it():
