@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from distiller.language.files import find_model
 
 from distiller.config.placements import PLACEMENTS
+from distiller.language.model.files import find_model
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.teachers import Outputs, Request
 from distiller.teachers.factory import open_teacher
