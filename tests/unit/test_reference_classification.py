@@ -49,8 +49,8 @@ ROWS: dict[str, list[dict[str, Any]]] = {
     "task.losses.features.weight": [{**PAIRS, f"{FEATURES}weight": 0.1}, {**TOKENS, f"{DISTILLATION}alpha": 0.0}],
     "task.losses.features.student_blocks": [PAIRS],
     "task.losses.features.teacher_blocks": [TOKENS, {**TOKENS, f"{FEATURES}teacher_blocks": [0, 3]}],
-    # A 1 x 1 convolution with stride 2 and fewer than 8 input channels, as in the small ResNet: its backward pass in this
-    # order corrupts memory on CPUs without AVX-512 (torch 2.13, oneDNN).
+    # No small ResNet: the backward pass of a 1 x 1 convolution with stride 2 and fewer than 8 input channels corrupts
+    # memory in this order on CPUs without AVX-512 (torch 2.13, oneDNN).
     "task.channels_last": [{**VIT, "task.channels_last": True}],
     "student.config": [VIT, {**VIT, "student": {"config": "dropout.json"}}],
     "student.path": [{"student": {"path": "resnet"}}, {**VIT, "student": {"path": "vit"}}],
