@@ -36,7 +36,7 @@ def _no_memory(*_: Any) -> Any:
 
 def everything(folder: Path) -> dict[str, Any]:
     PartialState(cpu=True)
-    output_dir._PATIENCE_S = 1
+    output_dir._VISIBILITY_TIMEOUT_S = 1
     ranks = Ranks.join(torch.device("cpu"))
     state = ToyState(ranks.rank, ranks.world_size)
     state.updates = 1
@@ -73,7 +73,7 @@ def everything(folder: Path) -> dict[str, Any]:
     checkpoints._snapshot = Snapshot(torch.device("cpu"), 32)
     results["gathered"] = {name: value.clone() for name, value in checkpoints.gathered_result().items()}
     if ranks.is_main:
-        gathering._allocated = _no_memory  # type: ignore[assignment]
+        gathering._allocate = _no_memory  # type: ignore[assignment]
     try:
         checkpoints.gathered_result()
     except AgreedError as error:
