@@ -171,14 +171,13 @@ def library_logits(folder: Path, batch: LanguageBatch, dtype: torch.dtype) -> to
 
 @torch.no_grad()
 def teacher_logits(task: Any, recipe: Any, batch: LanguageBatch, dtype: torch.dtype) -> torch.Tensor:
-    """Of the product's teacher: its hidden states under the output layer, in float32."""
+    """Of the product's teacher: hidden states under the output layer, scaled and capped as the model does; float32."""
     teacher = open_alone(task.network, recipe.teacher, dtype, torch.device("cpu"))
     head = task.network.load_head(dtype, torch.device("cpu"))
     hidden = teachers_hidden(teacher)(batch)
     teacher.close()
-    return torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias).float()[
-        ..., : head.ids.size
-    ]
+    logits = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
+    return head.change.apply(logits).float()[..., : head.ids.size]
 
 
 def table(rows: list[Row]) -> str:
