@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
-    PlacementOptions,
+    NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
@@ -13,11 +13,7 @@ from distiller.config.placements.base import (
 )
 
 
-class BalancedOptions(PlacementOptions):
-    """No keys of its own."""
-
-
-def _memory(sizes: Sizes, options: BalancedOptions, world: World) -> Footprint:
+def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options
     if not world.num_gpus:
         return Footprint(0, sizes.total)
@@ -27,7 +23,7 @@ def _memory(sizes: Sizes, options: BalancedOptions, world: World) -> Footprint:
 SPEC = PlacementSpec(
     name="balanced",
     teacher_class="distiller.teachers.balanced:BalancedTeacher",
-    options=BalancedOptions,
+    options=NoOptions,
     row=SupportRow("its part of one copy", "none", "turns on the GPUs"),
     memory=_memory,
     speed=SpeedRank(on_gpus=40, one_process=20, on_cpus=20),

@@ -114,6 +114,10 @@ class PlacementOptions(Section):
         return teacher
 
 
+class NoOptions(PlacementOptions):
+    """Of placements that read no key of their own."""
+
+
 OptionsT = TypeVar("OptionsT", bound=PlacementOptions)
 
 

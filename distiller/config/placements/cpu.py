@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
-    PlacementOptions,
+    NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
@@ -13,11 +13,7 @@ from distiller.config.placements.base import (
 )
 
 
-class CpuOptions(PlacementOptions):
-    """No keys of its own."""
-
-
-def _memory(sizes: Sizes, options: CpuOptions, world: World) -> Footprint:
+def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options, world
     return Footprint(0, sizes.total)
 
@@ -25,7 +21,7 @@ def _memory(sizes: Sizes, options: CpuOptions, world: World) -> Footprint:
 SPEC = PlacementSpec(
     name="cpu",
     teacher_class="distiller.teachers.cpu:CpuTeacher",
-    options=CpuOptions,
+    options=NoOptions,
     row=SupportRow("none", "one copy, shared", "nothing"),
     memory=_memory,
     speed=SpeedRank(on_gpus=90, one_process=90, on_cpus=30),

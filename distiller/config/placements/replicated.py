@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
-    PlacementOptions,
+    NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
@@ -13,11 +13,7 @@ from distiller.config.placements.base import (
 )
 
 
-class ReplicatedOptions(PlacementOptions):
-    """No keys of its own."""
-
-
-def _memory(sizes: Sizes, options: ReplicatedOptions, world: World) -> Footprint:
+def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options
     return Footprint(sizes.total, 0) if world.num_gpus else Footprint(0, sizes.total * world.num_local_ranks)
 
@@ -25,7 +21,7 @@ def _memory(sizes: Sizes, options: ReplicatedOptions, world: World) -> Footprint
 SPEC = PlacementSpec(
     name="replicated",
     teacher_class="distiller.teachers.replicated:ReplicatedTeacher",
-    options=ReplicatedOptions,
+    options=NoOptions,
     row=SupportRow("whole", "none", "nothing"),
     memory=_memory,
     speed=SpeedRank(on_gpus=10, one_process=10, on_cpus=10),

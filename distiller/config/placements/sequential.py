@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
-    PlacementOptions,
+    NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
@@ -13,11 +13,7 @@ from distiller.config.placements.base import (
 )
 
 
-class SequentialOptions(PlacementOptions):
-    """No keys of its own."""
-
-
-def _memory(sizes: Sizes, options: SequentialOptions, world: World) -> Footprint:
+def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options
     return Footprint(sizes.total // world.num_gpus, 0) if world.num_gpus else Footprint(0, sizes.total)
 
@@ -25,7 +21,7 @@ def _memory(sizes: Sizes, options: SequentialOptions, world: World) -> Footprint
 SPEC = PlacementSpec(
     name="sequential",
     teacher_class="distiller.teachers.sequential:SequentialTeacher",
-    options=SequentialOptions,
+    options=NoOptions,
     row=SupportRow("its part of one copy", "none", "as balanced"),
     memory=_memory,
     speed=SpeedRank(on_gpus=60, one_process=30, on_cpus=40),
