@@ -82,11 +82,12 @@ def initialize_loader_worker(worker: int) -> None:
 def end_loader_processes() -> None:
     """Kills loader processes that are left, at the end of a command.
 
-    An exception's frames keep them alive, they ignore the SIGTERM that Python sends at its exit, and Python would wait
-    for them for ever.
+    An exception's frames keep them alive, they ignore the SIGTERM that Python sends to daemonic children at its exit,
+    and Python would wait for them for ever. Other children belong to the program that called the command.
     """
     for child in multiprocessing.active_children():
-        child.kill()
+        if child.daemon:
+            child.kill()
 
 
 def _signal_at_parents_death(number: int) -> None:

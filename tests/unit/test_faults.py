@@ -11,6 +11,7 @@ import signal
 import socket
 import stat
 import tempfile
+import time
 from collections import namedtuple
 from collections.abc import Iterator
 from multiprocessing.connection import arbitrary_address
@@ -31,7 +32,7 @@ from distiller.config.loading import dump
 from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.data.loading import batches_of
-from distiller.distributed.process import initialize_loader_worker
+from distiller.distributed.process import end_loader_processes, initialize_loader_worker
 from distiller.errors import RunError, UserError
 from distiller.storage import durable_writes
 from tests import toys
@@ -95,6 +96,23 @@ def test_a_killed_loader_process_is_one_line():
     loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=initialize_loader_worker)
     with pytest.raises(RunError, match=r"^DataLoader worker \(pid.*\) .*\(a data file that shrank"):
         next(batches_of(loader))
+
+
+def test_a_command_ends_its_loader_processes_and_no_others():
+    """A program that calls commands may have children of its own; so have the tests, whose ranks they are."""
+    fork = multiprocessing.get_context("fork").Process
+    # Loader processes are daemonic.
+    loader, other = (fork(target=time.sleep, args=(100,), daemon=daemon) for daemon in (True, False))
+    try:
+        loader.start()
+        other.start()
+        end_loader_processes()
+        loader.join(20)
+        assert loader.exitcode == -signal.SIGKILL
+        assert other.is_alive()
+    finally:
+        other.kill()
+        other.join()
 
 
 @pytest.mark.parametrize("num_bytes", [75, 76])
