@@ -57,7 +57,7 @@ def test_two_experts_draw_as_the_pipeline_at_any_two_scales(pipelines, scales):
     predict = guided_predictor(open_teacher(network, setup()), network, (0, 1), conditions, scales)
     ours = draw(predict, family.noise_process(SHAPE), conditions, 5).latents
     theirs = pipeline_s_latents(WanPipeline.from_pretrained(pipelines[2]), scales, conditions.noise)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_a_student_of_two_experts_draws_as_the_pipeline_at_any_two_scales(alike,
     predict = student_predictor(network, student, conditions, scales)
     ours = draw(predict, family.noise_process(SHAPE), conditions, 5).latents
     theirs = pipeline_s_latents(WanPipeline.from_pretrained(alike), scales, conditions.noise)
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
 
 
 def sampling(scales):
