@@ -145,7 +145,7 @@ def test_the_product_is_the_plain_loop(folder, tmp_path, changes):
         make_cache(recipe)
         forget_accelerate()
     # The loss from stored ids is a difference of sums that are ten times as large: the last bits differ between CPUs.
-    tolerance = 3e-5 if recipe.teacher.placement == "cached" else 1e-5
+    tolerance = 6e-5 if recipe.teacher.placement == "cached" else 2e-5
     assert_same(run(recipe), *train_plainly(recipe), tolerance=tolerance)
 
 
