@@ -1,1 +1,1 @@
-"""Task `diffusion`: what all families of pipelines share, and a folder for each family."""
+"""Task `diffusion`: code that all pipeline families share, and a subpackage for each family."""

@@ -1,4 +1,4 @@
-"""A model class of diffusers as teacher and student: what the rest of the task must know of it."""
+"""Interface of a model class of diffusers: what the task must know of it as teacher and as student."""
 
 from __future__ import annotations
 
@@ -20,42 +20,50 @@ LatentShape = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Origin:
-    """Which of the teacher's tensors a student's begins with; along its first axis it stacks so many vectors."""
+    """The teacher's tensor from which a tensor of the student is initialised.
+
+    Attributes:
+        name: in the teacher.
+        num_stacked: number of vectors that the tensor concatenates along its first axis, each as wide as the model.
+    """
 
     name: str
     num_stacked: int = 1
 
 
 class Architecture(ABC):
-    """Knows configs and modules, and no files. Holds no state, so that a trained module may carry it.
+    """Works on configs and modules, not on files. Has no state, so that a trained module may refer to it.
 
-    Latents are [B, C, F, H, W] throughout.
+    Latents are [B, C, F, H, W] in all methods.
     """
 
     model_class: ClassVar[Any]
-    """Of diffusers."""
+    """The model class of diffusers."""
 
     part: ClassVar[str]
     """The model's folder in a pipeline."""
 
     shared: ClassVar[Mapping[str, str]]
-    """Keys of the config in which student and teacher agree, with what they mean."""
+    """Config keys that must be equal in student and teacher -> their meaning, for messages."""
 
     cuts: ClassVar[Mapping[str, str]]
-    """Keys of `student` that cut a student out of the teacher, and the keys of the config that they set."""
+    """Keys of the recipe's `student` that cut a student out of the teacher -> the config keys that they set."""
 
     @property
     def name(self) -> str:
-        """Of the model class."""
+        """Name of the model class."""
         return self.model_class.__name__
 
     def defaults(self) -> dict[str, Any]:
-        """What diffusers takes for keys that a config.json leaves out."""
+        """Values that diffusers uses for keys that a config.json leaves out."""
         parameters = inspect.signature(self.model_class.__init__).parameters
         return {name: parameter.default for name, parameter in parameters.items() if name != "self"}
 
     def check_config(self, config: Mapping[str, Any], origin: str) -> None:
-        """Raises UserError unless this whole config describes a model that the task can train."""
+        """Raises UserError unless the config, with defaults filled in, describes a model that the task can train.
+
+        `origin` names the config in messages.
+        """
         kind = config.get("_class_name", self.name)
         if kind != self.name:
             raise UserError(f"{origin} describes a {kind}; it must be a {self.name}")
@@ -65,61 +73,64 @@ class Architecture(ABC):
 
     @abstractmethod
     def check_numbers(self, config: Mapping[str, Any], origin: str) -> None:
-        """The rest of `check_config`, for a config of this class."""
+        """The checks of `check_config` that are specific to this class. Raises UserError."""
 
     @abstractmethod
     def check_student(self, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> None:
-        """Raises UserError where a student differs from the teacher in what need not be equal but cannot be this."""
+        """Raises UserError where a key that may differ from the teacher's has a value that does not fit it."""
 
     @abstractmethod
     def check_size(self, owner: str, config: Mapping[str, Any], task: DiffusionOptions, shape: LatentShape) -> None:
-        """Raises UserError where a model, the `owner`'s, cannot take latents of this shape."""
+        """Raises UserError where the model cannot take latents of this shape; `owner` names the model in messages."""
 
     @abstractmethod
     def block_names(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        """The submodules that a forward pass runs one after the other, in that order; most of the weights."""
+        """Names of the submodules that a forward pass runs one after the other, in this order; most of the weights."""
 
     @abstractmethod
     def num_tokens(self, config: Mapping[str, Any], shape: LatentShape) -> int:
-        """Positions of one sample's latents that the first block sees, for throughput."""
+        """Number of tokens that the first block gets for one sample's latents."""
 
     @abstractmethod
     def feature_shape(self, config: Mapping[str, Any], block: int, shape: LatentShape) -> tuple[int, int]:
-        """(tokens, width) of what `feature` gives for this block."""
+        """(tokens, width) of what `feature` returns for this block; blocks are counted from 0."""
 
     @abstractmethod
     def feature(self, output: Any) -> Tensor:
-        """What a block returned, as [B, tokens, width]: the part that belongs to the latents."""
+        """The part of a block's output that belongs to the latents, as [B, tokens, width]."""
 
     @abstractmethod
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
-        """Changes a new model's forward pass, not its weights, where that makes it faster; its results stay."""
+        """Changes a new model in place so that it runs faster; weights, and results up to rounding, stay the same."""
 
     @abstractmethod
     def entry(self, model: nn.Module) -> nn.Module:
-        """The layer that takes the latents; its dtype is what inputs are cast to."""
+        """The layer that takes the latents. Inputs are cast to its dtype."""
 
     @abstractmethod
     def forward(self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
-        """The prediction, like the latents.
+        """The prediction [B, C, F, H, W] in the latents' dtype.
 
         Args:
             latents: [B, C, F, H, W] in the dtype of `entry`.
             timesteps: [B] float32.
-            conditions: what the family makes of prompts, in the same dtype, by name.
+            conditions: the prompts' conditions by name, each [B, ...], in the dtype of `entry`.
         """
 
     @abstractmethod
     def finish_cut(self, config: dict[str, Any], teacher: Mapping[str, Any]) -> None:
-        """Sets the keys that follow from those that `cuts` has set."""
+        """Sets, in place, the config keys that depend on those that `cuts` has set."""
 
     @abstractmethod
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:
-        """Where the tensor `name` of a student that is cut out of the teacher comes from; None: it keeps its own."""
+        """The teacher's tensor that `target`, the tensor `name` of a cut student, is copied from.
+
+        None where the tensor keeps its initial value. `config` is the student's.
+        """
 
 
 def check_builds(architecture: Architecture, config: Mapping[str, Any], origin: str) -> None:
-    """Raises UserError unless diffusers builds a model of this config; without weights."""
+    """Raises UserError unless diffusers can build a model from this config; builds it on the meta device."""
     try:
         with torch.device("meta"):
             architecture.model_class.from_config(dict(config))
@@ -129,7 +140,7 @@ def check_builds(architecture: Architecture, config: Mapping[str, Any], origin: 
 
 
 def check_whole_numbers(config: Mapping[str, Any], keys: Sequence[str], origin: str) -> None:
-    """Raises UserError unless these are whole numbers above 0."""
+    """Raises UserError unless the values of these keys are integers above 0."""
     for key in keys:
         if type(config[key]) is not int or config[key] < 1:
             raise UserError(f"{origin}: {key} is {config[key]!r}; it must be a whole number above 0")

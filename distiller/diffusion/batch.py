@@ -1,4 +1,4 @@
-"""A micro-batch of diffusion samples."""
+"""A micro-batch of diffusion samples, and how samples are collated into one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ from distiller.diffusion.noising import DiffusionSample
 
 @dataclass(frozen=True)
 class DiffusionBatch:
-    """One micro-batch. Tensors are float32 unless said; conditions have the text encoder's dtype.
+    """One micro-batch. Tensors are float32 on one device, except conditions, which have the text encoder's dtype.
 
     Attributes:
+        sample_ids: indices of the samples in the data, on the host.
+        modules: index of the teacher's module that predicts each sample, on the host; empty with one module.
         noisy: x_t [B, C, F, H, W].
-        timesteps: [B].
-        positive: the prompts' conditions [B, ...], by name; `negative` only with guidance.
-        weights: [B] of the prediction term.
-        scales: [B] guidance scales, with guidance.
-        truth: what a perfect network would predict [B, C, F, H, W], for the true-data term.
-        stored: the trajectory's own predictions [B, C, F, H, W], with stored targets.
-        modules: the teacher's module of each sample (host).
+        timesteps: [B], as the network takes them: from 0 to the schedule's `num_train_timesteps`.
+        positive: conditions of the prompts by name, each [B, ...].
+        weights: [B], weights of the samples in the prediction loss.
+        negative: conditions of the negative prompt by name, each [B, ...]; None without guidance.
+        scales: [B], guidance scales; None without guidance.
+        truth: target of the true-data loss [B, C, F, H, W] (see `NoiseProcess.truth`); None without this loss.
+        stored: the teacher's predictions from the rollout [B, C, F, H, W]; None unless `task.targets` is `stored`.
     """
 
     sample_ids: tuple[int, ...]
@@ -43,7 +45,7 @@ class DiffusionBatch:
     stored: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> DiffusionBatch:
-        """The batch with every tensor changed."""
+        """A batch in which every tensor is replaced by `change(tensor)`."""
         changed: dict[str, Any] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -54,14 +56,14 @@ class DiffusionBatch:
         return replace(self, **changed)
 
     def pin_memory(self) -> DiffusionBatch:
-        """Called by the DataLoader: page-locked memory, from which copies to a GPU do not block."""
+        """Called by the DataLoader. Copies tensors to page-locked memory, so that copies to a GPU need not block."""
         return self.map(Tensor.pin_memory)
 
 
 def collate(
     samples: Sequence[DiffusionSample], task: DiffusionOptions, family: Family, network: DiffusionNetwork
 ) -> DiffusionBatch:
-    """Stacks samples on the CPU; text is padded as little as the family allows."""
+    """Stacks samples into a micro-batch on the CPU. Text is padded no further than the family needs (`Family.pad`)."""
     timesteps = torch.tensor([sample.timestep for sample in samples], dtype=torch.float32)
     shares = torch.tensor([sample.share for sample in samples], dtype=torch.float32)
     length, weighting = family.text_length(task), task.timesteps.weighting
@@ -81,6 +83,6 @@ def collate(
 
 
 def _stack(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """One tensor, or None where the task has none: all samples of a run have the same fields."""
+    """[B, ...], or None if the samples have no such tensor. Either all samples of a run have it, or none has."""
     present = [tensor for tensor in tensors if tensor is not None]
     return torch.stack(present) if present else None

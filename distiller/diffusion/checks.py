@@ -1,4 +1,4 @@
-"""What the recipe, the teacher and the student must agree on, checked by their descriptions (UserError)."""
+"""Checks, from configs alone, that recipe, teacher and student fit together; a failed check raises UserError."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distiller.diffusion.sampling import scale_of
 from distiller.errors import UserError, shown
 
 LEAST_SHARE_OF_PIXELS = 1 / 4
-"""Of the pictures that a network learnt from; a rule of thumb, as half of each side."""
+"""Share of its training size, in pixels, below which a network generates poorly: a rule of thumb, half of each side."""
 
 
 def check_sizes(task: DiffusionOptions, family: Family, student: Mapping[str, Any], shape: LatentShape) -> None:
-    """All networks can take latents of this shape."""
+    """Raises UserError unless the student and all networks of the teacher can take latents of this shape."""
     teachers = {f"teacher {name}": config for name, config in family.files.configs.items()}
     for owner, config in {"student": student, **teachers}.items():
         family.architecture.check_size(owner, config, task, shape)
@@ -25,33 +25,32 @@ def check_sizes(task: DiffusionOptions, family: Family, student: Mapping[str, An
 def check_feature_blocks(
     task: DiffusionOptions, family: Family, student: Mapping[str, Any], shape: LatentShape
 ) -> None:
-    """Matched blocks exist, and those of a pair see the same tokens."""
+    """Raises UserError unless matched blocks exist and both of a pair have the same number of tokens."""
     features, architecture = task.losses.features, family.architecture
-    for key, numbers, config in (
+    for key, blocks, config in (
         ("student_blocks", features.student_blocks, student),
         ("teacher_blocks", features.teacher_blocks, family.teacher_config),
     ):
         count = len(architecture.block_names(config))
-        for number in numbers:
-            if number >= count:
+        for block in blocks:
+            if block >= count:
                 raise UserError(
-                    f"task.losses.features.{key} names block {number}; there are {count}, numbered from 0 to "
-                    f"{count - 1}"
+                    f"task.losses.features.{key} names block {block}; there are {count}, numbered from 0 to {count - 1}"
                 )
     if not features.weight:
         return
-    for ours, theirs in zip(features.student_blocks, features.teacher_blocks, strict=True):
-        own = architecture.feature_shape(student, ours, shape)[0]
-        other = architecture.feature_shape(family.teacher_config, theirs, shape)[0]
-        if own != other:
+    for student_block, teacher_block in zip(features.student_blocks, features.teacher_blocks, strict=True):
+        student_tokens = architecture.feature_shape(student, student_block, shape)[0]
+        teacher_tokens = architecture.feature_shape(family.teacher_config, teacher_block, shape)[0]
+        if student_tokens != teacher_tokens:
             raise UserError(
-                f"task.losses.features needs equal patch sizes and resolutions: the student's block {ours} sees {own} "
-                f"tokens and the teacher's block {theirs} sees {other}"
+                f"task.losses.features needs equal patch sizes and resolutions: the student's block {student_block} "
+                f"sees {student_tokens} tokens and the teacher's block {teacher_block} sees {teacher_tokens}"
             )
 
 
 def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
-    """Scales of a second expert need one."""
+    """Raises UserError for guidance scales of a second expert if the teacher has one network."""
     given = {
         "task.guidance.scale_2": recipe.task.guidance.scale_2,
         "sampling.guidance_scale_2": recipe.sampling.guidance_scale_2,
@@ -62,9 +61,9 @@ def check_guidance(recipe: DiffusionRecipe, family: Family) -> None:
 
 
 def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
-    """What is said of scales without effect, and where the student learns another guidance than it is judged by.
+    """Notices about guidance scales that have no effect, and about the student's scales that differ from the teacher's.
 
-    It is judged by the teacher's drawings.
+    The student is compared with samples of the teacher at `sampling.guidance_scale`, and learns `task.guidance.scale`.
     """
     guidance, sampling = recipe.task.guidance, recipe.sampling
     notes, second = [], sampling.guidance_scale_2
@@ -93,15 +92,15 @@ def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
 
 
 def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
-    """A warning where drawings are so much smaller than what the teacher learnt from that it draws them badly."""
-    # A config without a sample size says nothing; a recipe that gives the size needs none.
+    """A warning if the recipe's size is so far below the teacher's training size that its pictures will be poor."""
+    # Without `sample_size` the training size is unknown; the recipe gives both sides then.
     if not family.has_own_size or family.teacher_config["sample_size"] is None:
         return []
     _, height, width = recipe.task.size
     try:
         _, own_height, own_width = family.own_size()
     except UserError:
-        # Refused where the recipe leaves the size out; here it gives both sides.
+        # A size that does not follow from the files is refused only where the recipe leaves it out. Here it does not.
         return []
     if LEAST_SHARE_OF_PIXELS * own_height * own_width <= height * width:
         return []
@@ -113,10 +112,10 @@ def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
 
 
 def _unlearnt_guidance(recipe: DiffusionRecipe) -> list[str]:
-    """A warning where the student will be guided by predictions that it has never been trained to make."""
+    """A warning if sampling guides the student by predictions that it is not trained to make."""
     scale, second = recipe.sampling.scales[0], recipe.sampling.guidance_scale_2
     task = recipe.task
-    # Dropped prompts become the empty one.
+    # `condition_dropout` replaces prompts by the empty prompt.
     is_learnt = task.condition_dropout > 0 and not task.guidance.negative_prompt
     if scale <= 1 or task.targets == "stored" or is_learnt:
         return []

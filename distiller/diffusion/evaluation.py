@@ -1,7 +1,7 @@
-"""A trained student against its teacher, on noise that training never drew.
+"""Compares a trained student with its teacher on noise that training did not use.
 
-The error of what is predicted separates good from naive students far better than pictures do: it is measured where it
-matters, on the points of the teacher's own trajectories, and reported by noise level.
+Errors of predictions tell students apart better than pictures do. They are measured at the network inputs of the
+teacher's own sampling trajectories and reported by noise level.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from distiller.diffusion.text import embed
 from distiller.teachers.base import Request, Teacher
 
 NUM_BANDS = 4
+"""Equal ranges of the share of noise, for each of which an error is reported."""
 
 
 @dataclass(frozen=True)
 class PromptEmbeddings:
-    """What the prompts of each batch became, on the CPU, and the negative prompt."""
+    """Conditions by name, on the CPU: of each batch of prompts [B, ...], and of the negative prompt [1, ...]."""
 
     batches: tuple[Mapping[str, Tensor], ...]
     negative: Mapping[str, Tensor]
@@ -42,7 +43,7 @@ class PromptEmbeddings:
 def embed_prompts(
     family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device
 ) -> PromptEmbeddings:
-    """Embeds in batches of `evaluation.batch_size`; what embeds has left memory afterwards."""
+    """Embeds prompts in batches of `evaluation.batch_size`, in `dtype` on the device, and frees the text encoder."""
     embedded = _embed(family, recipe, prompts, dtype, device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -64,7 +65,10 @@ def _embed(
 
 @dataclass(frozen=True)
 class Pair:
-    """Who is compared, and how both draw. The student is in float32, on the device of the teacher's answers."""
+    """Teacher and student, and what sampling from them needs.
+
+    The student is in float32 on the device of the teacher's outputs.
+    """
 
     recipe: DiffusionRecipe
     family: Family
@@ -82,12 +86,18 @@ def compare(
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
-    """Draws every prompt with both, from the same held-out noise, and compares.
+    """Samples every prompt from teacher and student, from the same held-out noise, and compares the results.
+
+    Args:
+        labels: the right label of each prompt, for the judge.
+        dtype: the teacher's, for the report.
+        device: of sampling and of the VAE.
 
     Returns:
-        `velocity_mse` (or whatever the networks predict) by share of noise and at the last sampling step,
-        `velocity_relative` (||s - t||^2 / ||t||^2), `final_latent_mse`, forward times and their ratio, and with a judge
-        the share of recognised pictures of each.
+        the report, for JSON: `velocity_mse` (or `noise_mse` or `v_mse`) by range of the share of noise;
+        `velocity_mse_last_step`; `velocity_relative`, ||s - t||^2 / ||t||^2; `final_latent_mse`; the times of a forward
+        pass in ms, and their ratio; and with a judge the share of recognised pictures (of a video: its first
+        frame), 0 to 1, of each model.
     """
     recipe, family, process = pair.recipe, pair.family, pair.process
     pipeline = family.load_pipeline(pair.student)
@@ -99,22 +109,24 @@ def compare(
     speed: dict[str, float] = {}
     first = 0
     for positive in tqdm(embedded.batches, desc="evaluate", unit="batch", dynamic_ncols=True):
-        part = range(first, first + len(positive[TEXT]))
-        first = part.stop
-        conditions = SamplingInputs.make(recipe.seed, "evaluation", part, shape, positive, embedded.negative, device)
-        theirs = _teacher_trajectory(pair, conditions, errors)
+        sample_ids = range(first, first + len(positive[TEXT]))
+        first = sample_ids.stop
+        conditions = SamplingInputs.make(
+            recipe.seed, "evaluation", sample_ids, shape, positive, embedded.negative, device
+        )
+        teacher_latents = _teacher_trajectory(pair, conditions, errors)
         scale, low_noise_scale = student_scales(recipe)
         if scale == low_noise_scale:
-            ours = family.draw(pipeline, conditions, recipe, scale)
+            student_latents = family.draw(pipeline, conditions, recipe, scale)
         else:
-            # The pipeline of one network has one scale.
-            ours = draw_student(pair.network, pair.student, process, recipe, conditions)
-        final_errors += (ours - theirs).square().flatten(1).mean(1).tolist()
+            # A pipeline with one network takes one guidance scale.
+            student_latents = draw_student(pair.network, pair.student, process, recipe, conditions)
+        final_errors += (student_latents - teacher_latents).square().flatten(1).mean(1).tolist()
         if judge is not None and labels is not None:
-            wanted = np.asarray([labels[i] for i in part])
-            for name, latents in (("teacher", theirs), ("student", ours)):
-                recognised[name] += (judge.recognise(vae.decode(latents)[:, 0]) == wanted).tolist()
-        # Of the first batch: the last may be smaller.
+            expected = np.asarray([labels[i] for i in sample_ids])
+            for name, latents in (("teacher", teacher_latents), ("student", student_latents)):
+                recognised[name] += (judge.recognise(vae.decode(latents)[:, 0]) == expected).tolist()
+        # Measured on the first batch: the last may be smaller.
         speed = speed or _speed(pair, conditions, device)
     report: dict[str, Any] = {
         "num_samples": first,
@@ -133,7 +145,7 @@ def compare(
 
 
 class _Errors:
-    """Squared errors of predictions by noise level."""
+    """Collects squared errors of the student's predictions by noise level."""
 
     def __init__(self, process: NoiseProcess) -> None:
         self._process = process
@@ -142,7 +154,10 @@ class _Errors:
         self._error = self._energy = 0.0
 
     def add(self, timestep: float, ours: Tensor, theirs: Tensor, is_last: bool) -> None:
-        """Of each sample on its own, since the last batch may be smaller than the others."""
+        """Adds predictions [B, ...] of the student (`ours`) and the teacher (`theirs`, float32), both on the CPU.
+
+        Every sample counts equally, since the last batch may be smaller than the others.
+        """
         errors = (ours.float() - theirs).square().flatten(1).mean(1).tolist()
         band = min(int(NUM_BANDS * self._process.share_of(timestep)), NUM_BANDS - 1)
         self._bands[band] += errors
@@ -152,6 +167,7 @@ class _Errors:
         self._energy += theirs.square().flatten(1).mean(1).sum().item()
 
     def by_band(self) -> dict[str, float]:
+        """The mean squared error in each range of the share of noise that has any, by its name."""
         name = self._process.share_name
         return {
             f"{name} {band / NUM_BANDS:.2f}-{(band + 1) / NUM_BANDS:.2f}": sum(values) / len(values)
@@ -159,28 +175,33 @@ class _Errors:
         }
 
     def last_step(self) -> float:
+        """The mean squared error at the last timestep."""
         return sum(self._last) / len(self._last)
 
     def relative(self) -> float:
+        """The sum of squared errors, divided by that of the teacher's squared predictions."""
         return self._error / self._energy
 
 
 def _teacher_trajectory(pair: Pair, conditions: SamplingInputs, errors: _Errors) -> Tensor:
-    """The teacher's latents; what the student predicts at each of its points goes into `errors`."""
+    """The latents that the teacher generates. Adds the student's errors at the points of its trajectory to `errors`."""
     sampling, count = pair.recipe.sampling, len(conditions.noise)
     predict = guided_predictor(pair.teacher, pair.network, range(count), conditions, sampling.scales)
     trajectory = draw(predict, pair.process, conditions, sampling.num_steps, keep_points=True)
     student_predict = student_predictor(pair.network, pair.student, conditions, student_scales(pair.recipe))
     with torch.no_grad():
         for step, timestep in enumerate(trajectory.timesteps):
-            ours = student_predict(trajectory.points[step].to(timestep.device), timestep)
+            prediction = student_predict(trajectory.points[step].to(timestep.device), timestep)
             is_last = step == len(trajectory.timesteps) - 1
-            errors.add(timestep.item(), ours.cpu(), trajectory.predictions[step], is_last)
+            errors.add(timestep.item(), prediction.cpu(), trajectory.predictions[step], is_last)
     return trajectory.latents
 
 
 def _speed(pair: Pair, conditions: SamplingInputs, device: torch.device) -> dict[str, float]:
-    """Median time of one conditional forward pass at the evaluation's batch size, in each one's own dtype."""
+    """Median times in ms of one conditional forward pass, and the ratio of the teacher's to the student's.
+
+    Measured at timestep 500 with the evaluation's batch size, each model in its own dtype.
+    """
     count = len(conditions.noise)
     times = torch.full((count,), 500.0, device=device)
     inputs = inputs_of(conditions.noise, times, conditions.positive, None)
@@ -193,6 +214,7 @@ def _speed(pair: Pair, conditions: SamplingInputs, device: torch.device) -> dict
 
 
 def _median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:
+    """The median wall-clock time of `call` in ms, until its GPU work is done."""
     times = []
     for _ in range(repeats):
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Which pipelines the task distils: a class each, chosen by the class that model_index.json names."""
+"""The pipeline families that the task distils, chosen by the pipeline class that model_index.json names."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ FAMILIES = {
     "StableDiffusion3Pipeline": "distiller.diffusion.stable_diffusion_3.family:SD3Family",
     "StableDiffusionPipeline": "distiller.diffusion.stable_diffusion.family:StableDiffusionFamily",
 }
-"""Class of the pipeline -> module and class. Imported when it is asked for: each loads pipelines of its own."""
+"""Pipeline class -> module and class of its family. Imported on demand, since each import loads much of diffusers."""
 
 
 def find_pipeline(teacher: Teacher) -> Family:
-    """Finds and checks the teacher's pipeline, reading JSON files and headers only. Raises UserError in one line."""
+    """Finds and checks the teacher's pipeline. Reads JSON files and safetensors headers only. Raises UserError."""
     location = locate(teacher)
     index = read_index(location)
     kind = index.get("_class_name")
-    # Of a custom pipeline it is a list.
+    # model_index.json of a custom pipeline has a list here.
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(f"teacher.path: {location.given} is a {kind}; task diffusion distils {', '.join(FAMILIES)}")
     family: type[Family] = import_object(FAMILIES[kind])

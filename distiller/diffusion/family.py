@@ -1,4 +1,4 @@
-"""A class of pipelines: how its files, prompts, pictures and noise become what the task works with."""
+"""Interface of a pipeline family: how its files, prompts, pictures and noise become what the task works with."""
 
 from __future__ import annotations
 
@@ -21,51 +21,54 @@ from distiller.diffusion.vae import Vae
 from distiller.errors import UserError
 
 Condition = dict[str, Tensor]
-"""What one prompt becomes: `text` [n, D], and other tensors of one shape for all prompts."""
+"""The embedding of one prompt by name: `text` [n, D], whose n may differ, and other tensors of a fixed shape."""
 
 TEXT = "text"
 
 
 class Family(ABC):
-    """Built from a pipeline's descriptions; its methods say which weights they read."""
+    """A class of diffusers pipelines. Built from JSON files; a method that reads weights says so."""
 
     pipeline_class: ClassVar[Any]
-    """Of diffusers."""
+    """The pipeline class of diffusers."""
 
     architecture: ClassVar[Architecture]
 
     network_parts: ClassVar[tuple[str, ...]]
-    """Folders of a pipeline in which networks that predict may lie; the first is there always."""
+    """Folders of the networks that predict; every pipeline has the first."""
 
     text_parts: tuple[str, ...]
-    """Folders of what embeds prompts."""
+    """Folders of the text encoders and tokenizers."""
 
     has_own_size: ClassVar[bool]
-    """Whether `own_size` is that of the pictures its networks learnt from, and no mere argument of the call."""
+    """Whether `own_size` is the size that the networks were trained on, and not only a default of the call."""
 
     def __init__(self, files: PipelineFiles) -> None:
-        """Raises UserError for a pipeline that its class allows and the task does not."""
+        """Raises UserError for a pipeline that diffusers accepts and this task cannot distil."""
         self.files = files
         self.check_files()
 
     @property
     def name(self) -> str:
-        """Of the pipeline's class."""
+        """Name of the pipeline class."""
         return self.pipeline_class.__name__
 
     @property
     def call_defaults(self) -> dict[str, Any]:
-        """What the pipeline's call takes for arguments that it is not given."""
+        """Default values of the arguments of the pipeline's `__call__`, by name."""
         parameters = inspect.signature(self.pipeline_class.__call__).parameters
         return {name: parameter.default for name, parameter in parameters.items()}
 
     @property
     def teacher_config(self) -> dict[str, Any]:
-        """Of the network that students are compared with: the first."""
+        """Config of the first network, against which the student's config is checked."""
         return self.files.configs[self.network_parts[0]]
 
     def stack(self, conditions: Sequence[Condition], length: int) -> dict[str, Tensor]:
-        """Several prompts' conditions as one batch, by name; `length` is that of `text_length`."""
+        """Batches the conditions of several prompts: by name [B, ...], with `text` [B, L, D] padded by `pad`.
+
+        `length` is the result of `text_length`.
+        """
         return {
             name: self.pad([one[name] for one in conditions], length)
             if name == TEXT
@@ -75,46 +78,46 @@ class Family(ABC):
 
     @abstractmethod
     def check_files(self) -> None:
-        """Raises UserError; sets `text_parts`."""
+        """Raises UserError for files that the task cannot distil. Sets `text_parts` if it depends on the files."""
 
     @abstractmethod
     def check_task(self, task: DiffusionOptions) -> None:
-        """Raises UserError for keys that these pipelines cannot follow."""
+        """Raises UserError for values of `task` that these pipelines do not support."""
 
     @abstractmethod
     def check_student(self, student: DiffusionStudent) -> None:
-        """Raises UserError for a saved student whose own pipeline says that it predicts something else."""
+        """Raises UserError for a saved student whose pipeline predicts another quantity than the teacher's."""
 
     @abstractmethod
     def own_size(self) -> tuple[int, int, int]:
-        """Frames, height and width that the pipeline draws when it is not told. Raises UserError."""
+        """(frames, height, width) in pixels that the pipeline generates by default. Raises UserError."""
 
     @abstractmethod
     def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
-        """Frames, height and width of latents of this shape: the inverse of `latent_shape`."""
+        """(frames, height, width) in pixels of decoded latents of this shape: the inverse of `latent_shape`."""
 
     @abstractmethod
     def latent_shape(self, num_frames: int, height: int, width: int) -> LatentShape:
-        """Of a sample of so many frames and pixels; UserError for a size that the pipeline cannot draw."""
+        """The latents' shape for a size in pixels. Raises UserError for one that the pipeline cannot generate."""
 
     @abstractmethod
     def noise_process(self, shape: LatentShape) -> NoiseProcess:
-        """How latents of this shape are noised. Raises UserError for a scheduler that does something else."""
+        """The noise process for latents of this shape. Raises UserError for a scheduler that is not supported."""
 
     @abstractmethod
     def text_length(self, task: DiffusionOptions) -> int:
-        """Rows that the pipeline gives each prompt's text."""
+        """Tokens that the pipeline pads or cuts a prompt to: its `max_sequence_length`, or its tokenizer's limit."""
 
     @abstractmethod
     def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
-        """How many tokens of a text, special ones among them, each tokenizer keeps; `length` as in `stack`."""
+        """The most tokens of a text, including special ones, that each tokenizer keeps; `length` as in `stack`."""
 
     @abstractmethod
     def cleaned(self, prompts: Sequence[str]) -> list[str]:
-        """Prompts as the pipeline hands them to its tokenizers."""
+        """Prompts after the pipeline's own cleaning, as its tokenizers get them."""
 
     def load_tokenizers(self) -> dict[str, Any]:
-        """The pipeline's tokenizers by their folders, as it loads them. Reads no weights. Raises UserError."""
+        """The pipeline's tokenizers by folder name. Reads no weights. Raises UserError for damaged files."""
         names = [name for name in self.text_parts if name.startswith("tokenizer")]
         root, tokenizers = self.files.fetch(*names), {}
         for name in names:
@@ -122,7 +125,7 @@ class Family(ABC):
                 library, kind = self.files.index[name]
                 tokenizers[name] = getattr(import_module(library), kind).from_pretrained(root / name)
             except Exception as error:
-                # Their loaders raise whatever a damaged file makes them stumble over.
+                # Loaders of tokenizers raise many types of errors for a damaged file.
                 raise UserError(
                     f"teacher.path: {self.files.location.given}: its {name} cannot be loaded "
                     f"({type(error).__name__}: {error}); copy the folder again"
@@ -131,40 +134,40 @@ class Family(ABC):
 
     @abstractmethod
     def text_key(self) -> dict[str, Any]:
-        """What else than files, dtype and length embeddings depend on, for JSON."""
+        """What embeddings depend on besides files, dtype and length, for JSON."""
 
     def load_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """The pipeline with what embeds prompts, and nothing else. Reads those weights."""
-        # Under ZeRO-3 Accelerate tells transformers, whose from_pretrained then partitions every model over the ranks:
-        # these are loaded by one rank alone, which would wait for the others for ever.
+        """The diffusers pipeline with nothing but its text encoders and tokenizers. Reads the encoders' weights."""
+        # Under ZeRO-3 Accelerate registers the engine with transformers, whose from_pretrained then partitions every
+        # model over all ranks. Text encoders are loaded by single ranks, which would wait for the other ranks forever.
         unset_hf_deepspeed_config()
         return self._read_text_encoder(dtype, device)
 
     @abstractmethod
     def _read_text_encoder(self, dtype: torch.dtype, device: torch.device) -> Any:
-        """What `load_text_encoder` returns."""
+        """Loads what `load_text_encoder` returns."""
 
     @abstractmethod
     def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
-        """The prompts as the pipeline of `load_text_encoder` embeds them, on its device and in its dtype."""
+        """The condition of each prompt, made by the pipeline of `load_text_encoder`, on its device and in its dtype."""
 
     @abstractmethod
     def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
-        """Stacks [n_i, D] texts to [B, L, D], of which the network makes what it makes of `length` rows."""
+        """Stacks texts [n_i, D] to [B, L, D], so that the network predicts the same as with the pipeline's padding."""
 
     @abstractmethod
     def load_vae(self, device: torch.device) -> Vae:
-        """The pipeline's VAE in float32. Reads its weights."""
+        """The pipeline's VAE in float32 on the device. Reads its weights."""
 
     @abstractmethod
     def load_pipeline(self, student: Any) -> Any:
-        """The pipeline with the student in the teacher's place, and without text encoder and VAE."""
+        """The diffusers pipeline with the student as its network, without text encoders and VAE."""
 
     @abstractmethod
     def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
-        """What the library's own pipeline draws at a guidance scale: latents [B, C, F, H, W] float32."""
+        """Latents [B, C, F, H, W] float32 that the pipeline of `load_pipeline` generates at a guidance scale."""
 
 
 def expanded(conditions: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """One prompt's conditions, [1, ...], for so many samples."""
+    """Expands one prompt's conditions [1, ...] to [count, ...], without a copy."""
     return {name: value.expand(count, *value.shape[1:]) for name, value in conditions.items()}

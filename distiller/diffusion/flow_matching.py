@@ -1,4 +1,4 @@
-"""Flow matching: x_t lies on the straight line from x_0 to noise, and the network predicts the line's velocity."""
+"""Flow matching: x_t is on the straight line from x_0 to noise, and the network predicts the velocity along it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from distiller.errors import UserError
 
 
 class FlowMatching(NoiseProcess):
-    """sigma in (0, 1) is the share of noise, timestep = num_train_timesteps sigma (Lipman et al., arXiv 2210.02747)."""
+    """x_t = (1 - sigma) x_0 + sigma e, and the network predicts e - x_0 (Lipman et al. 2022, arXiv 2210.02747).
+
+    sigma in (0, 1) is the share of noise; timestep = num_train_timesteps * sigma.
+    """
 
     quantity, share_name = "velocity", "sigma"
 
     def __init__(self, files: PipelineFiles, auto_shift: float, options: Mapping[str, Any]) -> None:
-        """`options` go to the scheduler's `set_timesteps`. Raises UserError for a scheduler that is not there."""
+        """`options` go to the scheduler's `set_timesteps`. Raises UserError when diffusers has no such scheduler."""
         self._files, self._options, self.auto_shift = files, options, auto_shift
         self.num_train_timesteps = files.num_train_timesteps
         self.load_scheduler()
@@ -44,7 +47,7 @@ class FlowMatching(NoiseProcess):
 
     def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
         scheduler.set_timesteps(num_steps, device=device, **self._options)
-        # As WanPipeline does: otherwise the scheduler looks the index up, which costs a synchronisation a step.
+        # As WanPipeline does: otherwise the scheduler searches for its first index on the GPU, and the host waits.
         scheduler.set_begin_index(0)
 
     def first_latents(self, scheduler: Any, noise: Tensor) -> Tensor:
@@ -68,5 +71,5 @@ def load_scheduler(files: PipelineFiles) -> Any:
 
 
 def scheduler_shift(files: PipelineFiles) -> float:
-    """The shift of the pipeline's own sampling schedule, under whichever name the scheduler gives it."""
+    """The shift of the pipeline's sampling schedule: `shift` or `flow_shift` of its scheduler; 1 without either."""
     return float(files.scheduler_config.get("shift", files.scheduler_config.get("flow_shift", 1.0)) or 1.0)

@@ -1,4 +1,4 @@
-"""Judges of drawings (`evaluation.judge`): which there are, and what each must offer. Imports no torch."""
+"""Registry and interface of judges (`evaluation.judge`), which classify generated pictures; imports no torch."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from distiller.distributed.importing import import_object
 from distiller.errors import UserError
 
 JUDGES = {"digits": "distiller.demo.digits:DigitJudge"}
-"""`evaluation.judge` -> module and class, imported when it is asked for; `none` has no entry."""
+"""`evaluation.judge` -> module and class, imported on demand; `none` has no entry."""
 
 
 class Judge(ABC):
-    """Recognises what drawings show. Making one may take a while; what it needs of a recipe is known before."""
+    """Classifies generated pictures. The constructor may be slow; `picture_size` and `prompts` need no instance."""
 
     picture_size: ClassVar[tuple[int, int]]
     """Height and width of the pictures that it takes, in pixels."""
@@ -24,11 +24,11 @@ class Judge(ABC):
     @staticmethod
     @abstractmethod
     def prompts(count: int, seed: int) -> tuple[list[str], np.ndarray]:
-        """At least `count` prompts to draw, the same for the same seed, and the label of each, int64 [N]."""
+        """At least `count` prompts, the same for the same seed, and the label of each, int64 [N]."""
 
     @abstractmethod
     def recognise(self, images: np.ndarray) -> np.ndarray:
-        """The label of each picture, [N], of uint8 [N, H, W, 3]."""
+        """The labels [N] of pictures, uint8 [N, H, W, 3]."""
 
 
 def find_judge(name: str) -> type[Judge]:
@@ -37,7 +37,7 @@ def find_judge(name: str) -> type[Judge]:
 
 
 def check_judge(recipe: DiffusionRecipe) -> None:
-    """Raises UserError where drawings do not have the size that the recipe's judge takes."""
+    """Raises UserError unless the recipe's pictures have the size that its judge takes."""
     name, size = recipe.evaluation.judge, recipe.task.size[1:]
     if name == "none":
         return

@@ -1,4 +1,4 @@
-"""The VAE of pictures that several families share."""
+"""`AutoencoderKL`, the VAE of Stable Diffusion 1, 2 and 3."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false, reportPrivateImportUsage=false
@@ -16,7 +16,7 @@ from distiller.diffusion.vae import Vae
 
 
 class KlVae(Vae):
-    """`AutoencoderKL`, whose latents a factor and a shift normalise; a picture is a video of one frame."""
+    """`AutoencoderKL`, whose latents z are normalised as (z - shift_factor) * scaling_factor. F is 1 in all shapes."""
 
     def __init__(self, files: PipelineFiles, device: torch.device) -> None:
         super().__init__(device)
@@ -36,5 +36,5 @@ class KlVae(Vae):
 
 
 def pixels_of_latent(vae_config: Mapping[str, Any]) -> int:
-    """How many pixels one latent stands for along each axis; every level but the last halves the picture."""
+    """Pixels per latent along each axis: every level of the encoder but the last halves the picture."""
     return 2 ** (len(vae_config.get("block_out_channels", (0,) * 4)) - 1)

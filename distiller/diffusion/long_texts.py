@@ -1,4 +1,4 @@
-"""Which texts lose their end because a pipeline's tokenizers keep only so many tokens of each."""
+"""Notices about texts that a pipeline's tokenizers truncate."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportIndexIssue=false
@@ -12,14 +12,14 @@ from distiller.diffusion.family import Family
 from distiller.errors import shown
 
 BATCH_TEXTS = 1000
-"""Texts that are tokenised at once; their tokens are counted and dropped."""
+"""Texts that are tokenised at once, to bound the memory."""
 
 
 def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[str, Sequence[str]]) -> list[str]:
-    """A line for each group of texts and each tokenizer that cuts some of them.
+    """A line for each group of texts and each tokenizer that truncates some of them. Raises UserError.
 
     Args:
-        groups: texts by what a user calls them. A text that stands twice counts twice and is tokenised once.
+        groups: texts by the name of their source in messages. A repeated text counts each time, but is tokenised once.
     """
     tokenizers = family.load_tokenizers()
     length = family.text_length(task)
@@ -45,12 +45,12 @@ def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[st
 
 
 def _lost_tokens(family: Family, tokenizer: object, kept: int, texts: Sequence[str]) -> Counter[str]:
-    """How many tokens each text loses; those that lose none are not in it."""
+    """The number of tokens that each text loses; texts that lose none have no entry."""
     assert callable(tokenizer)
     unique, lost = list(dict.fromkeys(texts)), Counter[str]()
     for first in range(0, len(unique), BATCH_TEXTS):
         batch = unique[first : first + BATCH_TEXTS]
-        # Without `verbose=False` the tokenizer warns of texts beyond its own limit, of which this is the account.
+        # Without `verbose=False` the tokenizer warns about texts above its limit, which the notices report already.
         ids = tokenizer(family.cleaned(batch), truncation=False, verbose=False)["input_ids"]
-        lost.update({text: len(one) - kept for text, one in zip(batch, ids, strict=True) if len(one) > kept})
+        lost.update({text: len(tokens) - kept for text, tokens in zip(batch, ids, strict=True) if len(tokens) > kept})
     return lost

@@ -18,16 +18,19 @@ from distiller.teachers.base import Call, Network, Outputs, Request
 PREDICTION = "prediction"
 UNCONDITIONAL = "unconditional"
 FEATURES = "features/"
+"""Names of outputs; `FEATURES` is a prefix, which a block's index follows."""
 NEGATIVE = "negative_"
+"""Prefix of inputs that belong to the negative prompt."""
 
 
 class DiffusionNetwork(Network):
     """The networks of a pipeline that predict.
 
-    Request inputs: `latents` [B, C, F, H, W] float32, `timesteps` [B] float32, the family's conditions [B, ...] by
-    name (`text` [B, L, D] and so on), and `negative_...` of each where `unconditional` is wanted.
-    Outputs: `prediction` and `unconditional` like the latents, `features/N` [B, tokens, width] of block N (conditional
-    pass), in the module's dtype.
+    Inputs of a request: `latents` [B, C, F, H, W] float32, `timesteps` [B] float32, the prompts' conditions [B, ...] by
+    name (`text` [B, L, D] and others), and, where `unconditional` is wanted, those of the negative prompt as
+    `negative_NAME`.
+    Outputs in the module's dtype: `prediction` and `unconditional` [B, C, F, H, W], and `features/N`
+    [B, tokens, width], the output of block N in the conditional pass.
     """
 
     def __init__(self, family: Family, max_sequence_length: int) -> None:
@@ -38,11 +41,11 @@ class DiffusionNetwork(Network):
 
     @property
     def boundary_timestep(self) -> float | None:
-        """From here up the first module predicts, below it the second; None with one module."""
+        """At this timestep and above the first module predicts, below it the second; None with one module."""
         return self._files.boundary_timestep
 
     def route(self, timesteps: Sequence[float]) -> tuple[int, ...]:
-        """The module of each sample, as the pipeline chooses it; empty with one module."""
+        """The index of each sample's module, by the pipeline's rule; empty with one module."""
         boundary = self.boundary_timestep
         return () if boundary is None else tuple(0 if t >= boundary else 1 for t in timesteps)
 
@@ -91,8 +94,8 @@ class DiffusionNetwork(Network):
         merged: Outputs = {}
         for name, rows in self._rows(request):
             del name
-            count = 2 if UNCONDITIONAL in request.wanted and len(request.wanted) > 1 else 1
-            of_module = {key: value for _ in range(count) for key, value in next(parts).items()}
+            num_passes = 2 if UNCONDITIONAL in request.wanted and len(request.wanted) > 1 else 1
+            of_module = {key: value for _ in range(num_passes) for key, value in next(parts).items()}
             if len(rows) == len(request.sample_ids):
                 merged |= of_module
                 continue
@@ -104,23 +107,26 @@ class DiffusionNetwork(Network):
         return merged
 
     def _rows(self, request: Request) -> list[tuple[str, list[int]]]:
-        """The modules that a request needs, each with its samples' places in the batch."""
+        """(name, rows of its samples in the batch) of each module that a request needs."""
         if not request.modules:
             return [(self.module_names[0], list(range(len(request.sample_ids))))]
-        rows = {name: [i for i, m in enumerate(request.modules) if m == n] for n, name in enumerate(self.module_names)}
-        return [(name, places) for name, places in rows.items() if places]
+        rows_of = {
+            name: [i for i, module in enumerate(request.modules) if module == index]
+            for index, name in enumerate(self.module_names)
+        }
+        return [(name, rows) for name, rows in rows_of.items() if rows]
 
 
 def inputs_of(
     latents: Tensor, timesteps: Tensor, positive: Mapping[str, Tensor], negative: Mapping[str, Tensor] | None
 ) -> dict[str, Tensor]:
-    """A request's inputs; `negative` where the unconditional prediction is wanted."""
+    """The inputs of a request by name. `negative` is given where the unconditional prediction is wanted."""
     named = {f"{NEGATIVE}{name}": value for name, value in (negative or {}).items()}
     return {"latents": latents, "timesteps": timesteps, **positive, **named}
 
 
 def _inputs_of(inputs: Mapping[str, Tensor], is_unconditional: bool) -> dict[str, Tensor]:
-    """What one pass reads: the prompts' conditions, or in their place the negative prompts'."""
+    """The inputs of one pass: with the prompts' conditions, or with those of the negative prompt instead."""
     plain = {name: value for name, value in inputs.items() if not name.startswith(NEGATIVE)}
     if not is_unconditional:
         return plain
@@ -128,6 +134,6 @@ def _inputs_of(inputs: Mapping[str, Tensor], is_unconditional: bool) -> dict[str
 
 
 def _index(rows: Sequence[int], device: torch.device) -> Tensor:
-    """Rows as int64 on the device. From memory that is not page-locked the copy would wait for all queued work."""
+    """Rows as int64 [n] on the device. From memory that is not page-locked, the copy would wait for all queued work."""
     index = torch.tensor(rows)
     return index.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else index

@@ -1,4 +1,4 @@
-"""How a family's latents become noise: in training, and step by step while a sampler draws."""
+"""Interface of a noise process: how training adds noise to latents, and how sampling uses the scheduler."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from distiller.config.diffusion import DiffusionOptions
 
 @dataclass(frozen=True)
 class NoiseLevel:
-    """x_t = signal * x_0 + noise * e at `timestep`; `share` in (0, 1) orders levels, 0 is clean."""
+    """x_t = signal * x_0 + noise * e, with e standard normal.
+
+    Attributes:
+        share: the share of noise in (0, 1), which orders levels; 0 is clean.
+        timestep: what the network takes as time, from 0 to `num_train_timesteps`.
+        signal: factor of x_0.
+        noise: factor of e.
+    """
 
     share: float
     timestep: float
@@ -23,57 +30,61 @@ class NoiseLevel:
 
 
 class NoiseProcess(ABC):
-    """Of one pipeline, for latents of one shape."""
+    """The noise process of one pipeline, for latents of one shape."""
 
     quantity: str
-    """What the network predicts: the name of its errors in figures."""
+    """What the network predicts, as reports name it: velocity, noise or v."""
 
     share_name: str
-    """What `NoiseLevel.share` is called in figures."""
+    """What reports call `NoiseLevel.share`."""
 
     auto_shift: float
-    """`task.timesteps.shift: auto`."""
+    """The value of `task.timesteps.shift: auto`."""
 
     num_train_timesteps: int
+    """Length of the training schedule in timesteps."""
 
     def share_of(self, timestep: float) -> float:
-        """Of a sampler's timestep."""
+        """The share of noise at a timestep of the scheduler."""
         return timestep / self.num_train_timesteps
 
     def timesteps(self, num_steps: int) -> list[float]:
-        """Where drawing in so many steps asks the network; some samplers ask more often than they step."""
+        """Timesteps at which sampling in `num_steps` steps runs the network; some schedulers have several a step."""
         scheduler = self.load_scheduler()
         self.begin(scheduler, num_steps, torch.device("cpu"))
         return scheduler.timesteps.float().tolist()
 
     @abstractmethod
     def check_task(self, task: DiffusionOptions) -> None:
-        """Raises UserError for keys that mean nothing here."""
+        """Raises UserError for keys of the recipe that have no meaning for this process."""
 
     @abstractmethod
     def level(self, share: float) -> NoiseLevel:
-        """The level of a share in (0, 1), drawn and shifted."""
+        """The level at a share of noise in (0, 1), after the shift."""
 
     @abstractmethod
     def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
-        """What a perfect network would predict for this very x_0 and e."""
+        """The target that follows from the data: the prediction that is right for x_0 `latents` and e `noise`.
+
+        All three have the same shape.
+        """
 
     @abstractmethod
     def key(self) -> dict[str, Any]:
-        """All of it that training's x_t depends on, for JSON."""
+        """The settings of the process that x_t depends on in training, for JSON."""
 
     @abstractmethod
     def load_scheduler(self) -> Any:
-        """The pipeline's own scheduler, as the pipeline sets it."""
+        """A new scheduler of the pipeline, with the pipeline's settings. Raises UserError."""
 
     @abstractmethod
     def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
-        """Sets the scheduler's timesteps as the pipeline does."""
+        """Sets the scheduler's timesteps on the device, as the pipeline does."""
 
     @abstractmethod
     def first_latents(self, scheduler: Any, noise: Tensor) -> Tensor:
-        """Where a sampler begins, from standard normal noise."""
+        """The latents that sampling starts from, made from standard normal noise of the same shape."""
 
     @abstractmethod
     def model_input(self, scheduler: Any, latents: Tensor, timestep: Tensor) -> Tensor:
-        """What the network gets at a step: a sampler may carry its latents in another scale."""
+        """The network's input at a step, like the latents; some schedulers keep latents at another scale."""

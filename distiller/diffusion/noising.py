@@ -1,4 +1,4 @@
-"""Training samples: x_0 re-noised by draws that depend on (seed, epoch, sample id) alone."""
+"""Training samples: x_0 with added noise, drawn at random as a function of (seed, epoch, sample id) only."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from distiller.diffusion.text import TextStore
 
 @dataclass(frozen=True)
 class DiffusionSample:
-    """One training sample, on the CPU; see `DiffusionBatch` for the meaning of each tensor."""
+    """One training sample on the CPU. Tensors are those of `DiffusionBatch` without the batch axis.
+
+    `share` is the share of noise (see `NoiseLevel`), `scale` the guidance scale.
+    """
 
     sample_id: int
     share: float
@@ -33,7 +36,7 @@ class DiffusionSample:
 
 
 class NoisedData(Dataset[DiffusionSample]):
-    """Indexed by (epoch, sample id). All arithmetic is float32 on the CPU, so it is the same on every machine."""
+    """The training data, indexed by (epoch, sample id). Computed in float32 on the CPU: the same on every machine."""
 
     def __init__(
         self,
@@ -47,7 +50,16 @@ class NoisedData(Dataset[DiffusionSample]):
         negative_row: int,
         empty_row: int,
     ) -> None:
-        """`rows[i]` is sample i's row in the text store; `store` None means x_t is pure noise."""
+        """Reads no sample.
+
+        Args:
+            boundary_timestep: of a teacher with two experts; see `DiffusionNetwork.boundary_timestep`.
+            latent_shape: of one sample.
+            store: x_0 of all samples; None means that x_t is pure noise.
+            rows: row of each sample's prompt in `text`.
+            negative_row: row of the negative prompt in `text`.
+            empty_row: row of the empty prompt in `text`, for `task.condition_dropout`.
+        """
         self._recipe, self._task, self._seed = recipe, recipe.task, recipe.seed
         self._process, self._boundary = process, boundary_timestep
         shift = recipe.task.timesteps.shift
@@ -80,6 +92,7 @@ class NoisedData(Dataset[DiffusionSample]):
         )
 
     def _stored_sample(self, epoch: int, sample_id: int, positive: Condition, negative: Condition) -> DiffusionSample:
+        """A random step of the sample's stored trajectory, with the teacher's prediction at this step."""
         assert self._store is not None and self._store.timesteps is not None
         timesteps = self._store.timesteps
         step = math.floor(rng.uniform(self._seed, epoch, sample_id, "step") * len(timesteps))
@@ -89,6 +102,7 @@ class NoisedData(Dataset[DiffusionSample]):
         return DiffusionSample(sample_id, share, timestep, noisy, positive, negative, stored=stored)
 
     def _scale(self, epoch: int, sample_id: int, timestep: float) -> float | None:
+        """The guidance scale of the sample's target; None without guidance."""
         guidance = self._task.guidance
         if isinstance(guidance.scale, tuple):
             low, high = guidance.scale
@@ -101,15 +115,16 @@ class NoisedData(Dataset[DiffusionSample]):
 def draw_noise_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, sample_id: int) -> float:
     """The share of noise of a sample, in (0, 1): 0 is clean. For flow matching it is sigma.
 
-    `uniform`; or `logit_normal`, sigmoid(mean + std * normal) (Esser et al. 2024, arXiv 2403.03206, section 3.1); then
-    the resolution shift of their section 5.3.2: shift * sigma / (1 + (shift - 1) * sigma).
+    It is drawn from a uniform distribution, or with `logit_normal` as sigmoid(mean + std * normal) (Esser et al. 2024,
+    arXiv 2403.03206, section 3.1). Then the resolution shift of that paper's section 5.3.2 is applied:
+    shift * sigma / (1 + (shift - 1) * sigma).
     """
     if timesteps.sampling == "uniform":
         sigma = rng.uniform(seed, epoch, sample_id, "sigma")
     else:
         value = timesteps.logit_mean + timesteps.logit_std * rng.normal(seed, epoch, sample_id, "sigma")
-        # Below, exp overflows, and the bound beneath applies anyway.
+        # Far below -700 exp overflows; the clamp below gives the same result for all such values.
         sigma = 1 / (1 + math.exp(-max(value, -700.0)))
-    # The end points are outside every model's schedule; float32 timesteps must not round to them either.
+    # 0 and 1 are outside every model's schedule, and float32 timesteps must not be rounded to them either.
     sigma = min(max(sigma, 1e-4), 1 - 1e-4)
     return shift * sigma / (1 + (shift - 1) * sigma)

@@ -13,5 +13,5 @@ DISTANCES: dict[str, Callable[[Tensor, Tensor, PredictionLoss], Tensor]] = {
     "mse": lambda student, target, options: mean_squared_error(student, target),
     "huber": lambda student, target, options: huber(student, target, options.huber_delta),
 }
-"""(student [B, ...], target [B, ...], the recipe's options) -> [B] float32. A new one: an entry here, and its name in
-`PredictionLoss.kind`."""
+"""Name -> function (student [B, ...], target [B, ...], the recipe's options) -> [B] float32. A new distance needs an
+entry here and its name in `PredictionLoss.kind`."""

@@ -1,4 +1,4 @@
-"""A diffusers pipeline on disk or on a hub: what it is, before any weight is read; then its parts, one by one."""
+"""The files of a diffusers pipeline in a folder or on a hub: its JSON files, and its components on demand."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distiller.storage.saved_model import (
 from distiller.storage.stages import digest_files
 
 ORIGINAL_LAYOUT_MARKS = ("Wan2.*_VAE.pth", "models_t5_*.pth", "high_noise_model", "low_noise_model")
-"""Of Wan's own code."""
+"""Files and folders that show the layout of Wan's own code."""
 
 Repository = tuple[str, str | None, str | None]
 """(name, revision, subfolder) on a hub."""
@@ -33,7 +33,14 @@ Repository = tuple[str, str | None, str | None]
 
 @dataclass(frozen=True)
 class Location:
-    """Where a pipeline lies: `root` holds model_index.json; `given` is what the recipe names, for messages."""
+    """Where a pipeline is.
+
+    Attributes:
+        source: `teacher.path`.
+        given: `teacher.path` with `teacher.subfolder`, for messages.
+        root: the folder that holds model_index.json.
+        repository: None for a folder.
+    """
 
     source: str
     given: str
@@ -43,7 +50,12 @@ class Location:
 
 @dataclass(frozen=True)
 class PipelineFiles:
-    """A pipeline's descriptions (JSON only); `configs` are those of the networks that predict, by their folders."""
+    """The content of a pipeline's JSON files.
+
+    Attributes:
+        index: of model_index.json.
+        configs: of the networks that predict, by folder name, with diffusers' defaults filled in.
+    """
 
     location: Location
     index: dict[str, Any]
@@ -53,7 +65,7 @@ class PipelineFiles:
 
     @property
     def source(self) -> str:
-        """What the recipe calls it."""
+        """`teacher.path` of the recipe."""
         return self.location.source
 
     @property
@@ -63,25 +75,25 @@ class PipelineFiles:
 
     @property
     def num_train_timesteps(self) -> int:
-        """How many timesteps the whole way from data to noise has."""
+        """Length of the training schedule, from data to noise, in timesteps."""
         return int(self.scheduler_config.get("num_train_timesteps", 1000))
 
     @property
     def boundary_ratio(self) -> float | None:
-        """Which share of the noise levels the second network has, from the clean end; None with one network."""
+        """The share of the schedule, from its clean end, that the second network predicts; None with one network."""
         return self.index.get("boundary_ratio")
 
     @property
     def boundary_timestep(self) -> float | None:
-        """From here up the first network predicts, below it the second; None with one network."""
+        """At this timestep and above the first network predicts, below it the second; None with one network."""
         return None if self.boundary_ratio is None else self.boundary_ratio * self.num_train_timesteps
 
     def has(self, part: str) -> bool:
-        """Whether the pipeline has this component."""
+        """Whether model_index.json names this component."""
         return self.index.get(part) not in (None, [None, None])
 
     def fetch(self, *parts: str) -> Path:
-        """Makes whole component folders present (downloads them from a hub) and returns `root`."""
+        """Downloads whole component folders where the pipeline is on a hub; returns `root`. Raises UserError."""
         if self.location.repository is not None:
             name, revision, subfolder = self.location.repository
             prefix = f"{subfolder}/" if subfolder else ""
@@ -89,16 +101,17 @@ class PipelineFiles:
         return self.root
 
     def digest(self, *parts: str) -> str:
-        """The content digest of whole component folders (weights included), but for files that are never read.
+        """The content digest of whole component folders, weights included. Downloads them from a hub.
 
-        What else was ever downloaded into the hub's cache would decide, and a copy of the folder would differ.
+        Files that are never read do not count: they are present in the hub's cache only if something else has
+        downloaded them, and may be missing in a copy of the folder.
         """
         root = self.fetch(*parts)
         return digest_files(file for part in parts for file in files_below(root / part) if not is_other_form(file.name))
 
 
 def locate(teacher: Teacher) -> Location:
-    """Finds the teacher's pipeline; of a hub's, downloads the JSON files. Raises UserError in one line."""
+    """Finds the teacher's pipeline, and downloads its JSON files if it is on a hub. Raises UserError."""
     local = local_path(teacher.path)
     path, is_hub = find_root("teacher", teacher.path, local, teacher.revision, ["*.json"], "model_index.json")
     repository = (teacher.path, teacher.revision, teacher.subfolder) if is_hub else None
@@ -109,7 +122,7 @@ def locate(teacher: Teacher) -> Location:
 def read_files(
     location: Location, index: dict[str, Any], architecture: Architecture, network_parts: tuple[str, ...]
 ) -> PipelineFiles:
-    """Reads and checks the JSON files of a pipeline whose index names it. Raises UserError in one line."""
+    """Reads and checks the JSON files of a pipeline; `index` is the content of model_index.json. Raises UserError."""
     root, given, configs = location.root, location.given, {}
     for name in network_parts:
         if index.get(name) not in (None, [None, None]):
@@ -127,9 +140,9 @@ def read_files(
 
 
 def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
-    """Raises UserError unless networks, VAE, and what embeds prompts are there: of a folder whole, of a hub by name.
+    """Raises UserError unless networks, VAE and text encoders are present.
 
-    Reads headers only.
+    Files in a folder must be complete, of which their headers are read; for a hub, the names of its files are compared.
     """
     location = files.location
     if location.repository is not None and not is_offline():
@@ -144,7 +157,7 @@ def check_parts(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
 
 
 def _check_listed(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
-    """Raises UserError where a hub has a part only in files that no library looks for."""
+    """Raises UserError where a hub has a component's weights only under names that its library does not read."""
     assert files.location.repository is not None
     name, revision, subfolder = files.location.repository
     names = listed_files(name, revision)
@@ -156,23 +169,23 @@ def _check_listed(files: PipelineFiles, text_parts: tuple[str, ...]) -> None:
 
 
 def model_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved diffusers model that the library reads. UserError where there are none."""
+    """The safetensors files of a saved model that diffusers reads. Raises UserError where there are none."""
     return diffusers_files(folder, str(folder))
 
 
 def check_weights(folder: Path, origin: str) -> None:
-    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
+    """Raises UserError unless all safetensors files of a saved model are complete. Reads their headers only."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        # A student's weights lie beside a config that has been read; a part's are read by its library.
+        # Reported elsewhere: a student's config is read before this, and a component's is read by its library.
         config = {}
-    of_library = transformers_files if "model_type" in config else diffusers_files
-    check_whole(of_library(folder, f"{origin}: {folder.name}"), f"{origin}: {folder.name}/")
+    list_files = transformers_files if "model_type" in config else diffusers_files
+    check_whole(list_files(folder, f"{origin}: {folder.name}"), f"{origin}: {folder.name}/")
 
 
 def read_index(location: Location) -> dict[str, Any]:
-    """The content of model_index.json. Raises UserError where the folder is something else than a pipeline."""
+    """The content of model_index.json. Raises UserError where the folder is not a diffusers pipeline."""
     root, given = location.root, location.given
     if not (root / "model_index.json").is_file():
         if any(next(root.glob(mark), None) for mark in ORIGINAL_LAYOUT_MARKS) or _is_original_config(root):
@@ -190,13 +203,16 @@ def read_index(location: Location) -> dict[str, Any]:
 
 
 def _is_original_config(root: Path) -> bool:
-    """Whether `config.json` is that of Wan's own code, all that a hub's JSON files show of its layout."""
+    """Whether `config.json` is of Wan's own code: the only sign of its layout among a hub's JSON files."""
     file = root / "config.json"
     return file.is_file() and read_json(file, os.fspath(root)).get("_class_name") == "WanModel"
 
 
 def read_json(file: Path, given: str) -> dict[str, Any]:
-    """A JSON object of the pipeline. Raises UserError where it is missing or no such thing."""
+    """A JSON file of the pipeline. Raises UserError where it is missing or is not a JSON object.
+
+    `given` names the pipeline in messages.
+    """
     name = f"{file.parent.name}/{file.name}"
     missing = f"teacher.path: {given} lacks {name}; give a complete pipeline folder"
     return read_json_object(file, f"teacher.path: {given}: {name}", missing)

@@ -1,8 +1,8 @@
-"""The rollout stage: the teacher draws its own samples from the prompts, through whatever placement it has.
+"""The rollout stage: the teacher, in any placement, generates latents from the prompts.
 
-The loop re-noises these latents and asks the live teacher for its prediction there, so that every input is one that
-the teacher meets when it draws. Pure noise at every timestep is not: its predictions there are answers to questions
-that sampling never asks.
+The loop adds noise to these latents and asks the teacher for predictions of the result, so that the inputs are like
+those of sampling. Without a rollout x_t is pure noise at every timestep, an input that sampling never has except at its
+start. With `task.targets: stored` the loop takes inputs and predictions from the rollout itself.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ from distiller.teachers.base import Teacher
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """What will be drawn. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt.
+    """What a rollout generates. Samples are numbered prompt by prompt: sample i has prompt i // samples_per_prompt.
 
     Attributes:
-        text_rows: each prompt's row in the text store, which holds prompts that stand more than once in one row.
-        num_predictions: steps of one sample.
-        num_passes: forward passes of one sample.
+        text_rows: row of each prompt in the text store, where equal prompts share one row.
+        latent_shape: of one sample.
+        num_predictions: predictions of one sample, one at each of the scheduler's timesteps.
+        num_passes: forward passes of one sample; a guided prediction takes two.
     """
 
     prompts: tuple[str, ...]
@@ -49,28 +50,31 @@ class RolloutPlan:
 
     @property
     def num_samples(self) -> int:
-        """Samples in all."""
+        """Number of samples for all prompts."""
         return len(self.prompts) * self.recipe.rollout.samples_per_prompt
 
     @property
     def keeps_points(self) -> bool:
-        """Whether every step's (x_t, prediction) is stored."""
+        """Whether the network's input and prediction at every step are stored."""
         return self.recipe.task.targets == "stored"
 
     @property
     def num_bytes(self) -> int:
-        """What the shards take on disk."""
-        tensors = 1 + (2 * self.num_predictions if self.keeps_points else 0)
-        width = 4 if self.recipe.rollout.dtype == "float32" else 2
-        return self.num_samples * tensors * width * torch.Size(self.latent_shape).numel()
+        """Size of the stored latents, inputs and predictions in bytes."""
+        num_tensors = 1 + (2 * self.num_predictions if self.keeps_points else 0)
+        element_bytes = 4 if self.recipe.rollout.dtype == "float32" else 2
+        return self.num_samples * num_tensors * element_bytes * torch.Size(self.latent_shape).numel()
 
     @property
     def num_forwards(self) -> int:
-        """Network passes over one sample."""
+        """Number of forward passes of the whole rollout, counted for each sample."""
         return self.num_samples * self.num_passes
 
     def stage(self, family: Family, text_stage: Stage, dtype: torch.dtype) -> Stage:
-        """The stage with its key: everything that the latents depend on. Reads the teacher's files for their digest."""
+        """The stage, whose key holds everything that the latents depend on. `dtype` is the teacher's.
+
+        Reads the teacher's files, weights included, for their digest; downloads them from a hub.
+        """
         key = {
             "teacher": family.files.digest(*family.files.configs),
             "scheduler": family.files.scheduler_config,
@@ -88,20 +92,20 @@ class RolloutPlan:
             "seed": self.recipe.seed,
         }
         if self.text_rows != tuple(range(len(self.prompts))):
-            # Older folders of such prompts hold latents of other texts: prompt n was drawn from row n.
+            # A prompt is repeated. Older versions took row n for prompt n: their folders hold latents of wrong texts.
             key["text_rows"] = digest_of(list(self.text_rows))
         if family.files.boundary_ratio is not None:
             scales = self.recipe.sampling.scales
             by_expert = scale_of(scales, (0,)), scale_of(scales, (1,))
             if by_expert != tuple(max(1.0, scale) for scale in scales):
-                # In older folders each expert was guided where its own scale is above 1.
+                # Older versions guided each expert where its own scale was above 1: their folders hold other latents.
                 key["scales"] = by_expert
         return Stage("rollout", key, self.recipe.stages_dir)
 
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """What a rollout runs with: the plan, this rank, the teacher, and the encoded prompts."""
+    """What a rollout needs to run. `negative_row` is the row of the negative prompt in `text`."""
 
     plan: RolloutPlan
     ranks: Ranks
@@ -114,11 +118,11 @@ class RolloutSetup:
 
 
 def roll_out(setup: RolloutSetup, stage: Stage) -> None:
-    """Draws all samples, the ranks sharing the work, and finishes the stage. Communicates.
+    """Generates all samples, with the shards divided among the ranks, and finishes the stage. Communicates.
 
-    A shard is one batch of `rollout.batch_size` samples, whatever the number of ranks, so its content does not depend
-    on it. Shards that an earlier, interrupted run of the same key left are kept; another run that draws the same now is
-    waited for.
+    A shard is one batch of `rollout.batch_size` samples for any number of ranks, so its content does not depend on that
+    number. Shards of an interrupted run with the same key are kept. If another run is making the same stage now, this
+    one waits for it.
     """
     with stage.make_on_all_ranks(setup.ranks) as is_missing:
         if is_missing:
@@ -132,32 +136,33 @@ def _roll_out(setup: RolloutSetup, stage: Stage) -> None:
     size = filled(recipe.rollout.batch_size)
     shards = [range(first, min(first + size, plan.num_samples)) for first in range(0, plan.num_samples, size)]
     missing: list[int] = ranks.broadcast_from_main(
-        lambda: find_missing_shards([stage.partial / _shard_name(number) for number in range(len(shards))])
+        lambda: find_missing_shards([stage.partial / _shard_name(index) for index in range(len(shards))])
     )
-    rounds = -(-len(missing) // ranks.world_size)
+    num_rounds = -(-len(missing) // ranks.world_size)
     ranks.print(
         f"rollout: {plan.num_samples} samples x {plan.num_predictions} steps = {plan.num_forwards} "
         f"forward passes, {plan.num_bytes / 2**20:.1f} MiB; {len(missing)} of {len(shards)} shards to draw"
     )
     started = time.perf_counter()
-    # Closed by `with` when the stage is cut short: what is said then begins a line.
+    # `with` also closes the bar when the stage is interrupted, so that the next message begins on a line of its own.
     with tqdm(
-        total=rounds,
+        total=num_rounds,
         desc="rollout",
         unit="shard",
         disable=not ranks.is_main,
         dynamic_ncols=True,
         mininterval=0.2 if sys.stderr.isatty() else 10,
     ) as bar:
-        others = LivenessBarrier(ranks)
-        for turn in range(rounds):
-            others.arrive()
-            mine = turn * ranks.world_size + ranks.rank
-            # A rank without work of its own draws again what another one does: placements may communicate in `predict`.
-            number = missing[min(mine, len(missing) - 1)]
-            tensors = _draw_shard(setup, shards[number])
-            if mine < len(missing):
-                save_atomically(tensors, stage.partial / _shard_name(number), writer=str(ranks.rank))
+        liveness = LivenessBarrier(ranks)
+        for round_index in range(num_rounds):
+            liveness.arrive()
+            i = round_index * ranks.world_size + ranks.rank
+            # A rank without a shard of its own repeats the last one: placements may communicate in `predict`, so every
+            # rank must call it equally often.
+            index = missing[min(i, len(missing) - 1)]
+            tensors = _draw_shard(setup, shards[index])
+            if i < len(missing):
+                save_atomically(tensors, stage.partial / _shard_name(index), writer=str(ranks.rank))
             bar.update()
     ranks.interruptible_barrier()
     if ranks.is_main:
@@ -173,6 +178,12 @@ def _shard_name(number: int) -> str:
 
 
 def _draw_shard(setup: RolloutSetup, sample_ids: range) -> dict[str, torch.Tensor]:
+    """Generates the tensors of one shard, on the CPU. Communicates if the teacher's placement does.
+
+    Returns:
+        `latents` [n, C, F, H, W] in `rollout.dtype` and `prompt_index` [n] int64; if every step is kept, also `points`
+        and `predictions` [n, steps, C, F, H, W] in `rollout.dtype` and `timesteps` [steps] float32.
+    """
     plan, family, text, recipe = setup.plan, setup.family, setup.text, setup.plan.recipe
     length = family.text_length(recipe.task)
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]

@@ -1,4 +1,4 @@
-"""Teacher and student drawn from the same noise, with the teacher's scheduler."""
+"""Samples of teacher and student from the same noise, with the teacher's scheduler."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from distiller.teachers.base import Teacher
 
 
 def load_student(architecture: Architecture, run_dir: Path, max_sequence_length: int, device: torch.device) -> Any:
-    """The exported student of a run, in float32. Raises UserError when the run has none."""
+    """The exported student of a run, in float32 and eval mode on the device.
+
+    Raises UserError when the run has none or its files are damaged.
+    """
     folder = exported_folder(run_dir)
     try:
         model = architecture.model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True)
@@ -35,9 +38,9 @@ def load_student(architecture: Architecture, run_dir: Path, max_sequence_length:
 
 
 def student_scales(recipe: DiffusionRecipe) -> tuple[float, float]:
-    """The guidance scales at which the student draws where the teacher's first network predicts, and its second.
+    """The student's guidance scales at timesteps of the teacher's first network and of its second.
 
-    1 when it has learnt guided predictions, else the teacher's.
+    Both are 1 when the student has learnt guided predictions; otherwise they are the teacher's.
     """
     learnt = recipe.task.guidance.scale is not None or recipe.task.targets == "stored"
     return (1.0, 1.0) if learnt else recipe.sampling.scales
@@ -50,7 +53,7 @@ def draw_teacher(
     recipe: DiffusionRecipe,
     conditions: SamplingInputs,
 ) -> Tensor:
-    """The teacher's latents [B, C, F, H, W]; may communicate, as its placement does."""
+    """Latents that the teacher generates: [B, C, F, H, W] float32. Communicates if the teacher's placement does."""
 
     def predictor(part: SamplingInputs) -> Predict:
         return guided_predictor(teacher, network, range(len(part.noise)), part, recipe.sampling.scales)
@@ -61,7 +64,7 @@ def draw_teacher(
 def draw_student(
     network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: SamplingInputs
 ) -> Tensor:
-    """The student's latents [B, C, F, H, W], in float32; `network` is the teacher's."""
+    """Latents that the student generates: [B, C, F, H, W] float32. `network` is the teacher's."""
 
     def predictor(part: SamplingInputs) -> Predict:
         return student_predictor(network, student, part, student_scales(recipe))
@@ -75,7 +78,7 @@ def _draw_in_parts(
     recipe: DiffusionRecipe,
     conditions: SamplingInputs,
 ) -> Tensor:
-    """Draws `evaluation.batch_size` samples at once: ten large ones need not fit."""
+    """Generates `evaluation.batch_size` samples at a time, since all of them may not fit into memory."""
     parts = conditions.split(filled(recipe.evaluation.batch_size))
     return torch.cat([draw(predictor(part), process, part, recipe.sampling.num_steps).latents for part in parts])
 
@@ -83,9 +86,9 @@ def _draw_in_parts(
 def student_predictor(
     network: DiffusionNetwork, student: Any, conditions: SamplingInputs, scales: tuple[float, float]
 ) -> Predict:
-    """The student as the pipeline's loop sees it, guided by the first scale where the teacher's first network predicts.
+    """The student as `predict` of `draw`, guided by `scales[i]` at timesteps of the teacher's network i.
 
-    A student of two experts is one network, and has learnt from both what they say without guidance.
+    The student of a teacher with two experts is one network for all timesteps.
     """
     architecture = network.architecture
     positive = {name: value.to(student.dtype) for name, value in conditions.positive.items()}
@@ -105,7 +108,10 @@ def student_predictor(
 
 
 def write_grid(rows: Mapping[str, Tensor], prompts: Sequence[str], vae: Vae, file: Path) -> None:
-    """Decodes rows of latents and writes them under their prompts; of a video, the middle frame."""
+    """Decodes named rows of latents [B, C, F, H, W] and writes them as one image under their prompts.
+
+    A video is shown by its middle frame.
+    """
     images = {}
     for name, latents in rows.items():
         video = vae.decode(latents)

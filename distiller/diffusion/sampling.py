@@ -1,4 +1,4 @@
-"""The pipeline's own sampling loop, with any network that predicts: a placed teacher, or the student."""
+"""The pipeline's sampling loop, with any function that predicts: a teacher in any placement, or the student."""
 
 from __future__ import annotations
 
@@ -16,14 +16,18 @@ from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.teachers.base import Request, Teacher
 
 Predict = Callable[[Tensor, Tensor], Tensor]
-"""(what the network gets [B, C, F, H, W], timestep, a scalar) -> prediction like the latents."""
+"""(network input [B, C, F, H, W], timestep as a 0-d tensor) -> prediction [B, C, F, H, W]."""
 
 
 @dataclass
 class Trajectory:
-    """One batch's way from noise to sample.
+    """The result of `draw` for one batch.
 
-    `points[s]`, what the network got, and `predictions[s]` (on the CPU) belong to `timesteps[s]`.
+    Attributes:
+        latents: the final latents [B, C, F, H, W] float32, on the device of the noise.
+        timesteps: [S] float32, one for each prediction.
+        points: the network's input at each timestep [B, C, F, H, W] float32, on the CPU; empty unless kept.
+        predictions: the predictions at these points, likewise.
     """
 
     latents: Tensor
@@ -37,8 +41,10 @@ def draw(
 ) -> Trajectory:
     """Runs the sampling loop of the pipeline's `__call__` without gradients, from float32 noise to float32 latents.
 
+    Communicates if `predict` does.
+
     Args:
-        keep_points: whether to keep every step's (x_t, prediction) as well.
+        keep_points: whether to keep the network's input and prediction at every timestep.
     """
     with torch.no_grad():
         scheduler = process.load_scheduler()
@@ -50,7 +56,7 @@ def draw(
         trajectory = Trajectory(latents, scheduler.timesteps.float(), [], [])
         for timestep in scheduler.timesteps:
             point = process.model_input(scheduler, trajectory.latents, timestep)
-            # Schedulers of Euler's kind give latents in the prediction's dtype, and 16 bits add up over the steps.
+            # Euler schedulers return latents in the prediction's dtype; in 16 bits, rounding errors would add up.
             prediction = predict(point, timestep).float()
             if keep_points:
                 trajectory.points.append(point.cpu())
@@ -67,10 +73,12 @@ def guided_predictor(
     conditions: SamplingInputs,
     scales: tuple[float, float],
 ) -> Predict:
-    """The teacher as the pipeline's loop sees it: `u + scale * (c - u)`, at scale 1 (`scale_of`) the conditional pass.
+    """The teacher as `predict` of `draw`: u + scale * (c - u), or only the conditional pass where `scale_of` is 1.
+
+    Communicates if the teacher's placement does.
 
     Args:
-        scales: of the first network, and of the second where there is one.
+        scales: guidance scales of the first network and of the second, if there is one.
     """
 
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:
@@ -87,20 +95,23 @@ def guided_predictor(
 
 
 def scale_of(scales: tuple[float, float], modules: Sequence[int]) -> float:
-    """The guidance scale of a step whose samples are predicted by `modules` (those of `DiffusionNetwork.route`).
+    """The guidance scale of a step; `modules` is what `DiffusionNetwork.route` returns for the step's samples.
 
-    1 where the step needs the conditional pass alone: the pipelines decide by the first network's scale whether they
-    guide at all (only above 1), and then guide the second network by its own scale, whatever it is.
+    1 means that the step needs only the conditional pass. The rule is that of the pipelines: they use guidance only if
+    the first network's scale is above 1, and then guide the second network by its own scale, even if that is below 1.
     """
     return scales[modules[0] if modules else 0] if scales[0] > 1 else 1.0
 
 
 def count_passes(process: NoiseProcess, network: DiffusionNetwork, num_steps: int, scales: tuple[float, float]) -> int:
-    """How many forward passes one sample takes that is drawn by `guided_predictor`."""
+    """The number of forward passes that `guided_predictor` makes for one sample."""
     routes = (network.route([timestep]) for timestep in process.timesteps(num_steps))
     return sum(1 if scale_of(scales, modules) == 1 else 2 for modules in routes)
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance as diffusers' pipelines compute it (Ho and Salimans 2022, arXiv 2207.12598)."""
+    """Classifier-free guidance as diffusers' pipelines compute it (Ho and Salimans 2022, arXiv 2207.12598).
+
+    Predictions are [B, ...]; `scale` is a number or a tensor that broadcasts to them.
+    """
     return unconditional + scale * (conditional - unconditional)

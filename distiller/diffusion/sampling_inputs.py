@@ -1,4 +1,4 @@
-"""What a batch is sampled from: the first noise and the embedded prompts."""
+"""The inputs of sampling: the initial noise and the embedded prompts of a batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from distiller.data import rng
 
 @dataclass(frozen=True)
 class SamplingInputs:
-    """The first noise and the prompts of a batch, on one device.
+    """The initial noise and the prompts' conditions of a batch, on one device.
 
     Attributes:
         noise: [B, C, F, H, W] float32.
-        positive: the prompts' conditions [B, ...], by name.
-        negative: those of the negative prompt [1, ...].
-        seeds: (seed, purpose, sample ids) of the noise that some samplers draw on the way.
+        positive: conditions of the prompts by name, each [B, ...].
+        negative: conditions of the negative prompt by name, each [1, ...].
+        seeds: (seed, purpose, sample ids), from which `generators` derives the noise that some samplers add at a step.
     """
 
     noise: Tensor
@@ -37,7 +37,7 @@ class SamplingInputs:
         negative: Mapping[str, Tensor],
         device: torch.device,
     ) -> SamplingInputs:
-        """With noise that depends on seed, purpose and sample id alone; everything goes to the device."""
+        """Makes noise [B, *shape] that depends only on seed, purpose and sample id; moves everything to the device."""
         noise = torch.stack([rng.noise(seed, 0, i, shape, purpose) for i in sample_ids]).to(device)
         return SamplingInputs(
             noise,
@@ -47,7 +47,7 @@ class SamplingInputs:
         )
 
     def split(self, size: int) -> list[SamplingInputs]:
-        """Parts of so many samples, the last of what is left; they view this one's tensors."""
+        """Parts of `size` samples (the last may be smaller), whose tensors are views of this one's."""
         seed, purpose, sample_ids = self.seeds
         return [
             SamplingInputs(
@@ -60,6 +60,9 @@ class SamplingInputs:
         ]
 
     def generators(self) -> list[torch.Generator]:
-        """One for each sample, new each time: all that draw from these conditions see the same noise on the way."""
+        """One new CPU generator for each sample, for samplers that add noise at their steps.
+
+        Each call returns generators in the same state, so teacher and student get the same noise.
+        """
         seed, purpose, sample_ids = self.seeds
         return [rng.generator(seed, 0, i, f"{purpose} steps") for i in sample_ids]

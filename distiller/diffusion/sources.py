@@ -1,4 +1,4 @@
-"""Where the samples come from, and the stages that turn prompts and pictures into text embeddings and latents."""
+"""The recipe's data (prompts, images or latents), and the stages that make text embeddings and latents from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from distiller.teachers.base import Teacher
 
 
 class Source:
-    """A recipe's data; `prepare` and `load` run the stages.
+    """A recipe's data; `prepare` and then `load` run the stages.
 
-    Attributes, known from the start:
-        prompts: of all samples, a prompt each or more samples of one.
-        num_samples: an epoch's.
-        data_digest: changes with the prompts, and with latents or pictures (with these by name and size).
-        notices: what of the data is left out, a line each.
+    Attributes, set by the constructor:
+        prompts: the prompts of all samples; several samples may share one.
+        num_samples: samples an epoch.
+        data_digest: changes with the prompts, with latents, and with names and sizes (in bytes) of images.
+        notices: one line for each kind of file that is left out.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Source:
         process: NoiseProcess,
         latent_shape: LatentShape,
     ) -> None:
-        """Looks at what `data.path` holds. Raises UserError."""
+        """Reads prompts, headers of latents, or captions and file sizes of images. Raises UserError."""
         self._recipe, self._family, self._network = recipe, family, network
         self._process, self._latent_shape = process, latent_shape
         data, path = recipe.data, local_path(recipe.data.path)
@@ -79,26 +79,29 @@ class Source:
         self._row = {text: row for row, text in enumerate(self._texts)}
 
     def look_at(self) -> str | None:
-        """Reads some of the pictures, and says how many; None where there are none. Raises UserError."""
+        """Reads some of the images whole and says how many; None if the data are not images. Raises UserError."""
         if self._recipe.data.kind != "images":
             return None
         size = self._recipe.task.size[1:]
         return check_pictures(lambda number: load_image(self._images[number][0], *size), len(self._images))
 
     def prepare(self, ranks: Ranks, dtype: torch.dtype) -> bool:
-        """Encodes the prompts if need be, and says whether a rollout still has to be drawn. Communicates."""
+        """Encodes prompts and images unless their stages are complete; returns whether the rollout is still missing.
+
+        `dtype` is the teacher's and the text encoder's. Communicates.
+        """
         recipe = self._recipe
         self._text_stage = self._encode(ranks, self._texts, dtype)
-        # A stage of their own: another sample prompt must not throw the data's embeddings and rollout away.
+        # Sample prompts have a stage of their own: changing one must not invalidate the data's embeddings and rollout.
         self._sample_stage = self._encode(ranks, self._sample_texts, dtype)
         self._rollout_stage: Stage | None = None
         if recipe.data.kind == "images":
-            # Before the teacher is there: the VAE's activations are large.
+            # Before the teacher is loaded: the VAE's activations are large.
             self._encode_images(ranks)
         if recipe.data.kind != "prompts" or not recipe.rollout.enabled:
             return False
         self._rollout_stage = self._plan().stage(self._family, self._text_stage, dtype)
-        # Asked once for all ranks: another run may be finishing it.
+        # Rank 0 decides for all ranks: another run may complete the stage between the checks of two ranks.
         stage = self._rollout_stage
         self._is_drawn = bool(ranks.broadcast_from_main(lambda: stage.is_complete))
         if self._is_drawn:
@@ -106,7 +109,7 @@ class Source:
         return not self._is_drawn
 
     def key(self, dtype: torch.dtype) -> dict[str, Any]:
-        """What embeddings and latents depend on, for JSON. Reads files for their digests, and no weights."""
+        """What embeddings and latents depend on, for JSON. Reads files for their digests; loads no weights."""
         recipe = self._recipe
         text_stage = self._text_stage_of(self._texts, dtype)
         key: dict[str, Any] = {"text": text_stage.key}
@@ -120,15 +123,22 @@ class Source:
         return key
 
     def missing_stage(self, dtype: torch.dtype) -> Path | None:
-        """The first folder of embeddings or latents that has not been made; made on other hardware they differ."""
+        """The folder of the first incomplete stage of the data's embeddings or latents; None if all are complete.
+
+        Stages that were made again on other hardware would differ from those that cached teacher outputs belong to.
+        """
         return next((stage.folder for stage in self._stages_of_data(dtype) if not stage.is_complete), None)
 
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
-        """What a cache of predictions holds beside them."""
+        """Stages that a cache of teacher outputs also contains: embeddings and latents of data and sample prompts."""
         return [*self._stages_of_data(dtype), self._text_stage_of(self._sample_texts, dtype)]
 
     def load(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
-        """Draws the rollout or encodes the images if need be, and opens the training data. Communicates."""
+        """Generates the rollout if it is missing and opens the training data. Called after `prepare`.
+
+        `teacher` may be None where `prepare` returned False. Communicates if the rollout is missing. Raises UserError
+        where stored latents do not have the recipe's size.
+        """
         self._text = TextStore(self._text_stage)
         self._store = self._open_latents(ranks, teacher)
         if self._store is not None:
@@ -151,7 +161,10 @@ class Source:
         )
 
     def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> SamplingInputs:
-        """What prompts of the data or the recipe are drawn from; the noise is that of the rollout's samples."""
+        """Sampling inputs of prompts that are in the data or in `evaluation.sample_prompts`, on the device.
+
+        The noise is that of the rollout's samples with the same ids.
+        """
         length = self._family.text_length(self._recipe.task)
         positive = self._family.stack([self._text_of(prompt) for prompt in prompts], length)
         negative_row = self._row[self._recipe.task.guidance.negative_prompt]
@@ -161,7 +174,7 @@ class Source:
         )
 
     def known_latents(self, sample_ids: Sequence[int]) -> Tensor | None:
-        """The stored x_0 of these samples [B, C, F, H, W]; None when x_t is pure noise."""
+        """The stored x_0 of these samples [B, C, F, H, W], float32 on the CPU; None when x_t is pure noise."""
         return None if self._store is None else torch.stack([self._store.latents(i) for i in sample_ids])
 
     def prompt_of(self, sample_id: int) -> str:
@@ -173,7 +186,7 @@ class Source:
         return list(self._recipe.evaluation.sample_prompts) or [""]
 
     def _stages_of_data(self, dtype: torch.dtype) -> list[Stage]:
-        """Those that hold embeddings and latents of the data, whether or not they have been made."""
+        """The stages that hold embeddings and latents of the data, complete or not."""
         text = self._text_stage_of(self._texts, dtype)
         if self._recipe.data.kind == "images":
             return [text, self._image_stage()]
@@ -187,6 +200,7 @@ class Source:
         return TextStore(self._sample_stage)[self._recipe.evaluation.sample_prompts.index(prompt)]
 
     def _encode(self, ranks: Ranks, texts: list[str], dtype: torch.dtype) -> Stage:
+        """Embeds texts in one process of each machine, unless their stage is complete; the other processes wait."""
         family, device = self._family, ranks.device
         stage = self._text_stage_of(texts, dtype)
         stage.make_once(ranks.is_local_main, lambda: encode_prompts(stage, family, texts, dtype, device))
@@ -198,6 +212,7 @@ class Source:
         return text_stage(self._family, texts, length, dtype, tf32, recipe.stages_dir)
 
     def _open_latents(self, ranks: Ranks, teacher: Teacher | None) -> LatentStore | None:
+        """The latents of all samples, after the rollout if it is missing; None when x_t is pure noise."""
         recipe = self._recipe
         if recipe.data.kind == "latents":
             return LatentStore(local_path(recipe.data.path))
@@ -234,7 +249,7 @@ class Source:
         key = {
             "reader": READER_VERSION,
             "vae": self._family.files.digest("vae"),
-            # File by file: pictures of two folders may share a name, and a sample is known by its place.
+            # A digest for each file, in order: images of two folders may share a name, and sample ids follow the order.
             "pictures": digest_of([[digest_files([file]), caption] for file, caption in images]),
             "size": size,
             "tf32": self._recipe.train.tf32,

@@ -1,4 +1,4 @@
-"""The student: from a config, a folder, or the teacher's own blocks; and what is trained beside it."""
+"""The student, made from a config, a saved model or the teacher's blocks, and the projections trained with it."""
 
 from __future__ import annotations
 
@@ -23,21 +23,24 @@ from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.student_module import TrainedStudent
 
 CUT_KEYS = ("num_layers", "num_attention_heads", "ffn_dim")
-"""Of the section `student`."""
+"""Keys of the recipe's section `student` that cut a student out of the teacher."""
 
 
 def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
     """The student's `config.json`, checked against the teacher's. Reads no weights.
 
     Raises:
-        UserError: the file is missing or of another class, or its channels, patches or text width do not fit.
+        UserError: the file is missing or describes another class, its channels, patches or text width do not fit the
+            teacher's, or diffusers cannot build the model.
     """
     architecture, teacher = family.architecture, family.teacher_config
     config = _cut_config(student, architecture, teacher) if student.from_teacher else _read_config(student, family)
     for key, name in architecture.shared.items():
-        ours, theirs = config[key], teacher[key]
-        if ours != theirs:
-            raise UserError(f"the student's {key} ({name}) is {ours} and the teacher's {theirs}; they must be equal")
+        student_value, teacher_value = config[key], teacher[key]
+        if student_value != teacher_value:
+            raise UserError(
+                f"the student's {key} ({name}) is {student_value} and the teacher's {teacher_value}; they must be equal"
+            )
     architecture.check_student(config, teacher)
     family.check_student(student)
     try:
@@ -52,7 +55,8 @@ def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
 def build_student(student: DiffusionStudent, config: Mapping[str, Any], family: Family, seed: int) -> Any:
     """Builds the student on the CPU in float32, the same on every rank and under every engine.
 
-    New weights are drawn in a forked random state from `seed`; the global state is left as it was.
+    Initial weights are drawn from `seed`; the global random state does not change. Does not communicate. Raises
+    UserError for a missing folder.
     """
     model_class = family.architecture.model_class
     if student.path is not None:
@@ -67,10 +71,10 @@ def build_student(student: DiffusionStudent, config: Mapping[str, Any], family: 
 
 
 def copy_from_teacher(model: Any, family: Family) -> None:
-    """Fills the student with the teacher's evenly spaced blocks and leading channels, tensor by tensor.
+    """Copies evenly spaced blocks and leading channels of the teacher into the student, one tensor at a time.
 
-    Width: the leading slice of every axis, so the first heads and the first feed-forward channels are kept. Of two
-    experts the low-noise one would know only small timesteps, so the first network is the source.
+    A narrower student gets the leading slice of every axis: the first heads and the first feed-forward channels. Of two
+    experts the first is copied, since the second has learnt only small timesteps.
     """
     part, architecture = family.network_parts[0], family.architecture
     config, tensors = dict(model.config), _SavedTensors(family.files.fetch(part) / part)
@@ -92,16 +96,22 @@ class DistilledStudent(TrainedStudent):
         widths: Sequence[tuple[int, int]],
         seed: int,
     ) -> None:
-        """`blocks` are matched; `widths` are the student's and the teacher's of each."""
+        """Makes the projections, whose weights are drawn from the run's `seed`.
+
+        Args:
+            blocks: names of the student's submodules whose outputs are matched.
+            widths: (student's, teacher's) width of each of these outputs.
+        """
         super().__init__(model)
         self._architecture, self._blocks = architecture, tuple(blocks)
-        self.projections = new_projections([((ours,), (theirs,)) for ours, theirs in widths], seed)
+        self.projections = new_projections([((student,), (teacher,)) for student, teacher in widths], seed)
 
     def forward(self, latents: Tensor, timesteps: Tensor, **conditions: Tensor) -> tuple[Tensor, list[Tensor]]:
         """Predicts from latents [B, C, F, H, W], timesteps [B] and the prompts' conditions [B, ...].
 
         Returns:
-            the prediction, like the latents, and one [B, tokens, teacher's width] projected feature a matched block.
+            the prediction [B, C, F, H, W], and the projected output of each matched block,
+            [B, tokens, teacher's width].
         """
         blocks = [(name, self.model.get_submodule(name)) for name in self._blocks]
         with capture_outputs(blocks) as captured:
@@ -114,7 +124,7 @@ class DistilledStudent(TrainedStudent):
 
 
 def _cut_config(student: DiffusionStudent, architecture: Architecture, teacher: Mapping[str, Any]) -> dict[str, Any]:
-    """The teacher's config with the sizes that the recipe asks for."""
+    """The teacher's config with the sizes that the recipe gives. Raises UserError for sizes that cannot be cut."""
     config = {**teacher}
     for key in CUT_KEYS:
         wanted = getattr(student, key)
@@ -123,19 +133,20 @@ def _cut_config(student: DiffusionStudent, architecture: Architecture, teacher: 
         if key not in architecture.cuts:
             known = ", ".join(f"student.{name}" for name in architecture.cuts)
             raise UserError(f"student.{key}: a {architecture.name} is not cut by it but by {known}; remove it")
-        held = teacher[architecture.cuts[key]]
-        if not isinstance(held, int):
+        size = teacher[architecture.cuts[key]]
+        if not isinstance(size, int):
             raise UserError(
-                f"student.{key}: the teacher's {architecture.cuts[key]} is {held}, not one number; give student.config"
+                f"student.{key}: the teacher's {architecture.cuts[key]} is {size}, not one number; give student.config"
             )
-        if wanted > held:
-            raise UserError(f"student.{key} is {wanted} and the teacher has only {held}; lower it")
+        if wanted > size:
+            raise UserError(f"student.{key} is {wanted} and the teacher has only {size}; lower it")
         config[architecture.cuts[key]] = wanted
     architecture.finish_cut(config, teacher)
     return config
 
 
 def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
+    """The config of `student.config` or `student.path`, with defaults filled in. Raises UserError."""
     architecture = family.architecture
     if student.config is not None:
         file, key = local_path(student.config), "student.config"
@@ -154,6 +165,7 @@ def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
 
 
 def _model_folder(student: DiffusionStudent, architecture: Architecture) -> Path:
+    """The folder of the model at `student.path`, which may be inside a pipeline's. Raises UserError."""
     folder = local_path(student.path or "")
     if not os.path.isdir(folder):
         raise UserError(f"student.path: {student.path} is not a folder; give a saved model's or a pipeline's")
@@ -175,7 +187,7 @@ class _SavedTensors:
 
 
 def _leading_slice(source: Tensor, target: Tensor, origin: Origin) -> Tensor:
-    """The leading part of every axis; of stacked vectors, each one's."""
+    """The leading slice of `source` along every axis, in the shape of `target`; of stacked vectors, that of each."""
     if origin.num_stacked > 1:
         parts = source.unflatten(0, (origin.num_stacked, -1))
         source = parts[:, : target.shape[0] // origin.num_stacked].flatten(0, 1)

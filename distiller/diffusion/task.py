@@ -49,14 +49,23 @@ from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 
 MAX_SAMPLES = 10
+"""Most samples that `write_samples` shows."""
 
 
 class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable):
-    """See `distiller.tasks.base.Task`; the loss is a mean over samples of means over their elements."""
+    """Implements `distiller.tasks.base.Task` for diffusers pipelines.
+
+    The value of a sample in each loss term is a mean over the sample's elements, in float32. `loss` returns sums over
+    samples, and the loop divides by the number of samples of the whole update.
+    """
 
     sample_suffixes = WRITTEN_SUFFIXES
 
     def __init__(self, recipe: DiffusionRecipe) -> None:
+        """Finds the pipeline and the data and checks that recipe, teacher and student fit together.
+
+        Reads JSON files and headers (a hub's JSON files are downloaded), and no weights. Raises UserError.
+        """
         self.family = find_pipeline(recipe.teacher)
         recipe, self._defaults = with_pipeline_defaults(recipe, self.family)
         self._recipe, self._task = recipe, recipe.task
@@ -75,7 +84,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         self.num_samples = self._source.num_samples
         self.data_digest = self._source.data_digest
         features = self._task.losses.features
-        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
+        self._feature_names = tuple(f"{FEATURES}{block}" for block in features.teacher_blocks if features.weight)
 
     @property
     def needs_live_teacher(self) -> bool:
@@ -86,7 +95,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         return with_pipeline_defaults(recipe, self.family)[0]
 
     def notices(self) -> list[str]:
-        # Rank 0 alone prints them, and tokenising all texts takes a while.
+        # Only rank 0 prints notices, and tokenising all texts takes time.
         long_texts = self._long_texts() if is_main_process() else []
         sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
         return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
@@ -149,11 +158,11 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
         task = self._task
-        read = {"height", "width", "num_frames", "guidance", "condition_dropout"}
+        option_names = {"height", "width", "num_frames", "guidance", "condition_dropout"}
         scheduler = {**self._process.key(), "boundary": self.family.files.boundary_timestep}
         configs = self.family.files.configs
         timesteps = task.timesteps.model_dump(mode="json", exclude={"weighting"})
-        options = task.model_dump(mode="json", include=read)
+        options = task.model_dump(mode="json", include=option_names)
         options |= {"max_sequence_length": self._length, "timesteps": timesteps}
         return {**options, "scheduler": scheduler, "configs": configs, **self._source.key(dtype)}
 
@@ -178,7 +187,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
     ) -> LossSum:
         prediction, features = student_outputs
         losses, terms = self._task.losses, {}
-        # Every output takes part, if with weight 0: DDP waits for the gradient of every parameter.
+        # The prediction enters the loss even with weight 0: DDP waits for a gradient of every parameter.
         total = 0.0 * prediction.float().sum()
         if losses.prediction.weight:
             target = self._target(teacher_outputs, batch)
@@ -208,7 +217,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
             prompts = list(self._recipe.evaluation.sample_prompts[:MAX_SAMPLES])
             sample_ids = range(len(prompts))
         conditions = source.conditions(prompts, sample_ids, device)
-        # Every rank asks the teacher, since some placements communicate; rank 0 draws the student.
+        # Every rank runs the teacher, since some placements communicate in `predict`; only rank 0 samples the student.
         if teacher is not None:
             rows = {"teacher": draw_teacher(teacher, self.network, self._process, self._recipe, conditions)}
         else:
@@ -231,8 +240,12 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         pair = Pair(self._recipe, self.family, self._process, self.network, teacher, student)
         report = compare(pair, embedded, labels, judge, dtype, device)
         teacher.close()
-        ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
-        return report | {"student_params": ours, "teacher_params": theirs, "size_ratio": theirs / ours}
+        student_params, teacher_params = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
+        return report | {
+            "student_params": student_params,
+            "teacher_params": teacher_params,
+            "size_ratio": teacher_params / student_params,
+        }
 
     def missed_gate(self, report: Mapping[str, Any]) -> str | None:
         gate, reached = self._recipe.evaluation.min_recognised, report.get("student_recognised")
@@ -249,15 +262,17 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
         ids = range(len(prompts))
         conditions = SamplingInputs.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
-        # Before the teacher's place is chosen by the memory that is free.
+        # Free the text encoder first: where the teacher is placed may depend on free memory.
         del encoder
-        ours = self._draw_student(run_dir, conditions, device)
+        student_latents = self._draw_student(run_dir, conditions, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        theirs = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
+        teacher_latents = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
         teacher.close()
-        write_grid({"teacher": theirs, "student": ours}, prompts, self.family.load_vae(device), output)
+        write_grid(
+            {"teacher": teacher_latents, "student": student_latents}, prompts, self.family.load_vae(device), output
+        )
 
     def _long_texts(self) -> list[str]:
         texts = "captions" if self._recipe.data.kind == "images" else "prompts"
@@ -269,21 +284,29 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         return long_text_notices(self.family, self._task, groups)
 
     def _draw_student(self, run_dir: Path, conditions: SamplingInputs, device: torch.device) -> Tensor:
+        """Latents [B, C, F, H, W] float32 that the exported student of a run generates."""
         student = load_student(self.family.architecture, run_dir, self._length, device)
         return draw_student(self.network, student, self._process, self._recipe, conditions)
 
     def _with_projections(self, model: Any) -> DistilledStudent:
+        """The model with one projection for each pair of matched blocks; without projections if features weigh 0."""
         architecture, features, shape = self.family.architecture, self._task.losses.features, self._latent_shape
         names, blocks, widths = architecture.block_names(self._student_config), [], []
         if features.weight:
-            for ours, theirs in zip(features.student_blocks, features.teacher_blocks, strict=True):
-                blocks.append(names[ours])
-                configs = ((self._student_config, ours), (self.family.teacher_config, theirs))
-                width, teachers = (architecture.feature_shape(config, block, shape)[1] for config, block in configs)
-                widths.append((width, teachers))
+            for student_block, teacher_block in zip(features.student_blocks, features.teacher_blocks, strict=True):
+                blocks.append(names[student_block])
+                configs = ((self._student_config, student_block), (self.family.teacher_config, teacher_block))
+                student_width, teacher_width = (
+                    architecture.feature_shape(config, block, shape)[1] for config, block in configs
+                )
+                widths.append((student_width, teacher_width))
         return DistilledStudent(architecture, model, blocks, widths, self._recipe.seed)
 
     def _target(self, teacher_outputs: Outputs | None, batch: DiffusionBatch) -> Tensor:
+        """What the student is trained to predict [B, C, F, H, W]: the rollout's stored prediction, else the teacher's.
+
+        With guidance it is the guided prediction, in float32.
+        """
         if batch.stored is not None:
             return batch.stored
         assert teacher_outputs is not None

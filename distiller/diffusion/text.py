@@ -1,4 +1,4 @@
-"""Prompts become conditions once, before training; then what embeds them leaves memory."""
+"""The text stage: prompts are embedded once, before training, so that training needs no text encoder in memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,26 @@ from distiller.storage.stage_shards import find_missing_shards, save_atomically
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 2
-"""Of the stage's files; another number is another key."""
+"""Version of the layout of the stage's files; part of its key."""
 TOKENS, LENGTHS = "tokens", "lengths"
-"""Names in a shard of its prompts' text, one after the other, and of how many rows each has."""
+"""Tensors of a shard: the text of its prompts, concatenated to [rows, D], and the rows of each, int64 [prompts]."""
 SHARD_PROMPTS = 256
+"""Prompts in one file."""
 BATCH_PROMPTS = 64
+"""Prompts that are embedded at once."""
 
 
 def text_stage(
     family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, places: Path | StageFolders
 ) -> Stage:
-    """The stage that holds the embeddings of these prompts, in this order. Reads the encoder's files for its key."""
+    """The stage that holds the embeddings of these prompts, in this order.
+
+    Reads the files of text encoders and tokenizers for its key; downloads them from a hub.
+
+    Args:
+        length: the result of `Family.text_length`.
+        dtype: the text encoder's.
+    """
     key: dict[str, Any] = {
         "format": FORMAT,
         "text_encoder": family.files.digest(*family.text_parts),
@@ -41,7 +50,7 @@ def text_stage(
 
 
 def embedding_key(stage: Stage) -> dict[str, Any]:
-    """Of the stage's key, what a prompt's embedding depends on: not the other prompts, nor the files' layout."""
+    """The part of the stage's key that the embedding of one prompt depends on: without other prompts and the layout."""
     return {name: value for name, value in stage.key.items() if name not in ("prompts", "format")}
 
 
@@ -50,25 +59,26 @@ def encode_prompts(
 ) -> None:
     """Encodes the prompts exactly as the pipeline does and finishes the stage. Called by one process of a node.
 
-    Embeddings go to the disk shard by shard: of a large text encoder they are megabytes a prompt. An interrupted run
-    left whole shards, which are kept.
+    Each shard is written when it is done, since embeddings of a large text encoder take megabytes a prompt. Shards of
+    an interrupted run are kept.
     """
     length = stage.key["max_sequence_length"]
     shards = [prompts[first : first + SHARD_PROMPTS] for first in range(0, len(prompts), SHARD_PROMPTS)]
     stage.partial.mkdir(parents=True, exist_ok=True)
-    missing = find_missing_shards([_shard(stage.partial, number) for number in range(len(shards))])
+    missing = find_missing_shards([_shard(stage.partial, index) for index in range(len(shards))])
     pipeline = family.load_text_encoder(dtype, device) if missing else None
     with tqdm(total=len(prompts), desc="encode prompts", unit="prompt", dynamic_ncols=True, leave=False) as bar:
-        bar.update(len(prompts) - sum(len(shards[number]) for number in missing))
-        for number in missing:
+        bar.update(len(prompts) - sum(len(shards[index]) for index in missing))
+        for index in missing:
             conditions: list[Condition] = []
-            for first in range(0, len(shards[number]), BATCH_PROMPTS):
-                batch = shards[number][first : first + BATCH_PROMPTS]
+            for first in range(0, len(shards[index]), BATCH_PROMPTS):
+                batch = shards[index][first : first + BATCH_PROMPTS]
                 conditions += [
-                    {name: value.cpu() for name, value in one.items()} for one in family.embed(pipeline, batch, length)
+                    {name: value.cpu() for name, value in condition.items()}
+                    for condition in family.embed(pipeline, batch, length)
                 ]
                 bar.update(len(batch))
-            save_atomically(_tensors_of(conditions), _shard(stage.partial, number))
+            save_atomically(_tensors_of(conditions), _shard(stage.partial, index))
     stage.finish()
 
 
@@ -78,7 +88,7 @@ def embed(family: Family, pipeline: Any, prompts: Sequence[str], length: int) ->
 
 
 class TextStore:
-    """The encoded prompts of a finished stage: memory-mapped, unpadded."""
+    """The conditions of the prompts of a finished stage, memory-mapped and without padding."""
 
     def __init__(self, stage: Stage) -> None:
         self._shards: list[dict[str, Tensor]] = []
@@ -93,12 +103,12 @@ class TextStore:
         return sum(map(len, self._ends))
 
     def __getitem__(self, index: int) -> Condition:
-        """What one prompt became; see `Condition`."""
-        number, place = divmod(index, SHARD_PROMPTS)
-        ends, tensors = self._ends[number], self._shards[number]
-        start = ends[place - 1] if place else 0
-        others = {name: value[place] for name, value in tensors.items() if name != TOKENS}
-        return {TEXT: tensors[TOKENS][start : ends[place]], **others}
+        """The condition of one prompt, on the CPU."""
+        shard, row = divmod(index, SHARD_PROMPTS)
+        ends, tensors = self._ends[shard], self._shards[shard]
+        start = ends[row - 1] if row else 0
+        others = {name: value[row] for name, value in tensors.items() if name != TOKENS}
+        return {TEXT: tensors[TOKENS][start : ends[row]], **others}
 
 
 def _shard(folder: Path, number: int) -> Path:
@@ -106,6 +116,9 @@ def _shard(folder: Path, number: int) -> Path:
 
 
 def _tensors_of(conditions: Sequence[Condition]) -> dict[str, Tensor]:
-    texts = [one[TEXT] for one in conditions]
+    """The tensors of a shard: `TOKENS`, `LENGTHS`, and every other tensor stacked [prompts, ...] under its name."""
+    texts = [condition[TEXT] for condition in conditions]
     tensors = {TOKENS: torch.cat(texts), LENGTHS: torch.tensor([len(text) for text in texts])}
-    return tensors | {name: torch.stack([one[name] for one in conditions]) for name in conditions[0].keys() - {TEXT}}
+    return tensors | {
+        name: torch.stack([condition[name] for condition in conditions]) for name in conditions[0].keys() - {TEXT}
+    }

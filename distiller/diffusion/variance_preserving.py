@@ -1,4 +1,4 @@
-"""Diffusion with a table of alphas: x_t keeps its variance, and the network predicts the noise, or v."""
+"""Variance-preserving diffusion with a table of alphas; the network predicts the noise or v."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false, reportPrivateImportUsage=false
@@ -19,12 +19,13 @@ from distiller.errors import UserError
 from distiller.storage.stages import digest_of
 
 QUANTITIES = {"epsilon": "noise", "v_prediction": "v"}
+"""The scheduler's `prediction_type` -> the name in reports."""
 SCHEDULERS = (
     *("DDIMScheduler", "DDPMScheduler", "PNDMScheduler", "LMSDiscreteScheduler", "EulerDiscreteScheduler"),
     *("EulerAncestralDiscreteScheduler", "DPMSolverMultistepScheduler", "UniPCMultistepScheduler"),
 )
-"""Samplers of a network that was trained on `alphas_cumprod`. Some carry latents in another scale; the network's input
-is always of unit variance."""
+"""Schedulers of networks that were trained on `alphas_cumprod`. Some keep latents at another scale; the network's input
+always has unit variance."""
 
 
 class VariancePreserving(NoiseProcess):
@@ -37,7 +38,7 @@ class VariancePreserving(NoiseProcess):
     share_name, auto_shift = "t/T", 1.0
 
     def __init__(self, files: PipelineFiles) -> None:
-        """Raises UserError for a scheduler that does something else."""
+        """Reads the scheduler's config. Raises UserError unless it is one of `SCHEDULERS` and predicts noise or v."""
         self._files, config, given = files, files.scheduler_config, files.location.given
         kind = config.get("_class_name")
         if kind not in SCHEDULERS:
@@ -82,10 +83,12 @@ class VariancePreserving(NoiseProcess):
     def load_scheduler(self) -> Any:
         scheduler = load_scheduler(self._files)
         with warnings.catch_warnings():
-            # The pipeline corrects settings of old files, and says so each time.
+            # The pipeline corrects outdated settings of the scheduler and warns each time.
             warnings.simplefilter("ignore", FutureWarning)
-            others = dict.fromkeys(("vae", "text_encoder", "tokenizer", "unet", "safety_checker", "feature_extractor"))
-            pipeline = StableDiffusionPipeline(scheduler=scheduler, requires_safety_checker=False, **others)
+            no_components = dict.fromkeys(
+                ("vae", "text_encoder", "tokenizer", "unet", "safety_checker", "feature_extractor")
+            )
+            pipeline = StableDiffusionPipeline(scheduler=scheduler, requires_safety_checker=False, **no_components)
         return pipeline.scheduler
 
     def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:

@@ -1,1 +1,1 @@
-"""What is particular to Stable Diffusion pipelines: UNets that predict noise, or v."""
+"""Code specific to Stable Diffusion 1 and 2 pipelines, whose UNets predict noise or v."""

@@ -1,4 +1,4 @@
-"""`UNet2DConditionModel`: blocks down, in the middle and up again, with connections that skip those between."""
+"""`UNet2DConditionModel`: down blocks, a middle block and up blocks, with skip connections from down to up blocks."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
@@ -19,11 +19,12 @@ BLOCKS = {
     "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
     "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
 }
+"""Config key -> the supported types of blocks."""
 OTHER_INPUTS = (
     *("class_embed_type", "num_class_embeds", "addition_embed_type", "encoder_hid_dim", "encoder_hid_dim_type"),
     "time_cond_proj_dim",
 )
-"""Keys of models that take more than latents, timestep and text."""
+"""Config keys of models that take more inputs than latents, timestep and text; they must be None."""
 
 
 class UNetArchitecture(Architecture):
@@ -90,22 +91,22 @@ class UNetArchitecture(Architecture):
         if name == "mid_block":
             level, width = last, channels[last]
         else:
-            number = int(name.rpartition(".")[2])
+            index = int(name.rpartition(".")[2])
             is_down = name.startswith("down")
-            # A block ends with the change of resolution; the last on the way down, or up, has none.
-            level = min(number + 1, last) if is_down else max(last - 1 - number, 0)
-            width = channels[number if is_down else last - number]
+            # A block changes the resolution at its end, except for the last down block and the last up block.
+            level = min(index + 1, last) if is_down else max(last - 1 - index, 0)
+            width = channels[index if is_down else last - index]
         return (shape[2] >> level) * (shape[3] >> level), width
 
     def feature(self, output: Any) -> Tensor:
-        # On the way down a block returns what skips the middle as well.
-        pictures: Tensor = output[0] if isinstance(output, tuple) else output
-        return pictures.flatten(2).transpose(1, 2)
+        # A down block also returns the tensors of its skip connections.
+        activations: Tensor = output[0] if isinstance(output, tuple) else output
+        return activations.flatten(2).transpose(1, 2)
 
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
         del max_sequence_length
-        # Device maps fill devices in the modules' order: in that of the forward pass it crosses from one to the next
-        # once. The library makes the middle last.
+        # Device maps assign modules to devices in the order of registration. It must be that of the forward pass, so
+        # that this goes from each device to the next only once; diffusers registers mid_block after up_blocks.
         modules = list(model._modules)
         for name in modules[modules.index("up_blocks") :]:
             if name != "mid_block":
@@ -122,10 +123,10 @@ class UNetArchitecture(Architecture):
         del config, teacher
 
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:
-        """As `Architecture.origin`.
+        """See `Architecture.origin`.
 
-        A block keeps its first layer on the way down, and its first and last on the way up, between whose channels the
-        skip connections divide: for one layer a block that is BK-SDM's choice (Kim et al. 2023, arXiv 2305.15798).
+        A down block keeps its first layer. An up block keeps its first and its last, whose input channels differ from
+        those of other layers. With one layer a block this is the choice of BK-SDM (Kim et al. 2023, arXiv 2305.15798).
         """
         path = name.split(".")
         if path[0] not in ("down_blocks", "up_blocks") or path[2] not in ("resnets", "attentions"):

@@ -1,4 +1,4 @@
-"""`StableDiffusionPipeline`: Stable Diffusion 1 and 2 and what was made of them."""
+"""`StableDiffusionPipeline`: Stable Diffusion 1 and 2, and models that were derived from them."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
@@ -27,17 +27,17 @@ from distiller.errors import UserError
 from distiller.storage.packaged_files import local_path
 
 LONGEST_TEXT = 10_000
-"""No tokenizer of these pipelines has more tokens; those that were saved without a limit have a number beyond any."""
+"""Above every real `model_max_length`, in tokens; tokenizers that were saved without a limit have a huge number."""
 
 FIRST_WITH_SAMPLE_SIZE, OLD_SAMPLE_SIZE = Version("0.9.0.dev0"), 64
-"""Of diffusers; what the pipeline makes of smaller ones in files that older versions saved."""
+"""In files that diffusers saved before this version, the pipeline raises a smaller `sample_size` to 64 latents."""
 
 BESIDE = ("safety_checker", "feature_extractor", "image_encoder")
-"""Components that neither predict nor embed prompts."""
+"""Components that neither predict nor embed prompts, and are not loaded."""
 
 
 class StableDiffusionFamily(Family):
-    """See `Family`; prompts become `text` [77, D]."""
+    """See `Family`; prompts become `text` [n, D], with n the tokenizer's limit (77 in the published pipelines)."""
 
     pipeline_class = StableDiffusionPipeline
     architecture = UNetArchitecture()
@@ -71,26 +71,26 @@ class StableDiffusionFamily(Family):
         file = root / "scheduler" / "scheduler_config.json"
         if not file.is_file():
             return
-        ours = read_json(file, student.path).get("prediction_type", "epsilon")
-        theirs = self.files.scheduler_config.get("prediction_type", "epsilon")
-        if ours != theirs:
+        student_type = read_json(file, student.path).get("prediction_type", "epsilon")
+        teacher_type = self.files.scheduler_config.get("prediction_type", "epsilon")
+        if student_type != teacher_type:
             raise UserError(
-                f"student.path: {student.path} is of a pipeline whose prediction_type is {ours} and the teacher's is "
-                f"{theirs}; both must predict the same"
+                f"student.path: {student.path} is of a pipeline whose prediction_type is {student_type} and the "
+                f"teacher's is {teacher_type}; both must predict the same"
             )
 
     def own_size(self) -> tuple[int, int, int]:
-        said, pixels = self.teacher_config["sample_size"], pixels_of_latent(self.files.vae_config)
-        sides = said if isinstance(said, list | tuple) else (said, said)
+        size, pixels = self.teacher_config["sample_size"], pixels_of_latent(self.files.vae_config)
+        sides = size if isinstance(size, list | tuple) else (size, size)
         if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
             raise UserError(
-                f"teacher.path: {self.files.location.given}: unet/config.json says sample_size {said!r}, from which no "
+                f"teacher.path: {self.files.location.given}: unet/config.json says sample_size {size!r}, from which no "
                 "size of a picture follows; give task.height and task.width"
             )
         saved_by = self.teacher_config.get("_diffusers_version")
-        if isinstance(said, int) and saved_by is not None and Version(saved_by) < FIRST_WITH_SAMPLE_SIZE:
-            # As the pipeline corrects it: early copies of Stable Diffusion 1 say 32.
-            sides = (max(said, OLD_SAMPLE_SIZE),) * 2
+        if isinstance(size, int) and saved_by is not None and Version(saved_by) < FIRST_WITH_SAMPLE_SIZE:
+            # As the pipeline corrects it: early files of Stable Diffusion 1 say 32.
+            sides = (max(size, OLD_SAMPLE_SIZE),) * 2
         return 1, sides[0] * pixels, sides[1] * pixels
 
     def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:

@@ -1,1 +1,1 @@
-"""What is particular to Stable Diffusion 3 pipelines."""
+"""Code specific to Stable Diffusion 3 pipelines."""

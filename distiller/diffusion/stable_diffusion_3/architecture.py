@@ -1,4 +1,4 @@
-"""`SD3Transformer2DModel`: blocks in a row in which the tokens of picture and text attend to each other."""
+"""`SD3Transformer2DModel`: a stack of blocks in which tokens of picture and text attend to each other."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
@@ -20,7 +20,7 @@ WHOLE_NUMBERS = (
     *("joint_attention_dim", "caption_projection_dim", "pooled_projection_dim", "pos_embed_max_size"),
 )
 MODULATIONS = ("norm1.linear.", "norm1_context.linear.", "norm_out.linear.")
-"""Layers whose outputs stack vectors of the model's width: shifts, scales and gates."""
+"""In the names of layers whose outputs concatenate vectors of the model's width: shifts, scales and gates."""
 
 
 class SD3Architecture(Architecture):
@@ -60,7 +60,7 @@ class SD3Architecture(Architecture):
                 )
 
     def block_names(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(f"transformer_blocks.{number}" for number in range(config["num_layers"]))
+        return tuple(f"transformer_blocks.{index}" for index in range(config["num_layers"]))
 
     def num_tokens(self, config: Mapping[str, Any], shape: LatentShape) -> int:
         return (shape[2] // config["patch_size"]) * (shape[3] // config["patch_size"])
@@ -70,7 +70,7 @@ class SD3Architecture(Architecture):
         return self.num_tokens(config, shape), _width(config)
 
     def feature(self, output: Any) -> Tensor:
-        # (text, picture); after the last block there is no text.
+        # A block returns (text, picture); the last one returns None for the text.
         return output[1]
 
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
@@ -93,24 +93,27 @@ class SD3Architecture(Architecture):
         config["caption_projection_dim"] = _width(config)
         kept = _kept(config, teacher)
         dual = set(teacher["dual_attention_layers"])
-        config["dual_attention_layers"] = tuple(place for place, number in enumerate(kept) if number in dual)
+        config["dual_attention_layers"] = tuple(
+            index for index, teacher_index in enumerate(kept) if teacher_index in dual
+        )
 
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:
         if name == "pos_embed.pos_embed" and _width(config) != _width(teacher):
-            # It is a table of sines and not learnt: the leading channels of a wide one know the rows alone.
+            # A fixed table of sines: the leading channels of a wider table hold the positions along one axis only.
             return None
         stacked = target.shape[0] // _width(config) if any(part in name for part in MODULATIONS) else 1
         if name.startswith("transformer_blocks."):
-            _, number, rest = name.split(".", 2)
-            return Origin(f"transformer_blocks.{_kept(config, teacher)[int(number)]}.{rest}", stacked)
+            _, index, rest = name.split(".", 2)
+            return Origin(f"transformer_blocks.{_kept(config, teacher)[int(index)]}.{rest}", stacked)
         return Origin(name, stacked)
 
 
 def _width(config: Mapping[str, Any]) -> int:
+    """The width of the model."""
     return config["num_attention_heads"] * config["attention_head_dim"]
 
 
 def _kept(config: Mapping[str, Any], teacher: Mapping[str, Any]) -> list[int]:
-    """The teacher's blocks that a student has. The last is always there: only it has no text to hand on."""
+    """Indices of the teacher's blocks that a student has. The last is always kept: it alone returns no text."""
     count = config["num_layers"]
     return [teacher["num_layers"] - 1] if count == 1 else evenly_spaced(count, teacher["num_layers"])

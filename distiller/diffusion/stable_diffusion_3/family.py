@@ -27,7 +27,7 @@ from distiller.diffusion.vae import Vae
 from distiller.errors import UserError
 
 PIPELINE_TEXT_LENGTH, LONGEST_TEXT = 256, 512
-"""Tokens that the pipeline pads the third encoder's text to when it is not told otherwise, and the most it takes."""
+"""Tokens that the pipeline pads the third encoder's text to: by default, and at most."""
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
@@ -35,7 +35,10 @@ THIRD = ("text_encoder_3", "tokenizer_3")
 
 
 class SD3Family(Family):
-    """See `Family`; prompts become `text` [77 + n, D], of all encoders, and `pooled` [P], of the first two."""
+    """See `Family`; prompts become `text` [77 + n, D], from all encoders, and `pooled` [P], from the first two.
+
+    77 is the limit of the published CLIP tokenizers, n is `text_length`.
+    """
 
     pipeline_class = StableDiffusion3Pipeline
     architecture = SD3Architecture()
@@ -91,7 +94,7 @@ class SD3Family(Family):
             config.get("base_shift", 0.5),
             config.get("max_shift", 1.16),
         )
-        # What the scheduler makes of mu is the shift e^mu, or mu itself.
+        # The scheduler uses mu as the shift if time_shift_type is linear, and otherwise e^mu.
         shift = mu if config.get("time_shift_type") == "linear" else math.exp(mu)
         return FlowMatching(self.files, shift, {"mu": mu})
 
@@ -99,7 +102,7 @@ class SD3Family(Family):
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
 
     def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
-        # The pipeline asks its first tokenizer for the limit of both that are CLIP's.
+        # The pipeline uses the limit of its first tokenizer for both CLIP tokenizers.
         clip = tokenizers["tokenizer"].model_max_length
         return {name: length if name == THIRD[1] else clip for name in tokenizers}
 
@@ -120,7 +123,8 @@ class SD3Family(Family):
             local_files_only=True,
             **dict.fromkeys(() if self._has_third else THIRD),
         ).to(device)
-        # Without a third encoder the pipeline puts zeros in its place, as wide as the transformer's config says.
+        # Without a third encoder the pipeline uses zeros as its embeddings, in the width that the transformer's config
+        # says; so it gets a transformer, without weights.
         with init_empty_weights():
             pipeline.transformer = self.architecture.model_class.from_config(self.teacher_config)
         return pipeline
@@ -135,7 +139,7 @@ class SD3Family(Family):
                 do_classifier_free_guidance=False,
                 max_sequence_length=length,
             )
-        # The zeros come in whatever dtype the pipeline finds first.
+        # The zeros that replace a third encoder's embeddings may have another dtype.
         text = text.to(pooled.dtype)
         return [{"text": row, "pooled": vector} for row, vector in zip(text, pooled, strict=True)]
 

@@ -1,1 +1,1 @@
-"""What is particular to Wan pipelines."""
+"""Code specific to Wan pipelines."""

@@ -1,4 +1,4 @@
-"""`WanTransformer3DModel`: blocks in a row over patches of a video, cross-attention to text of any length."""
+"""`WanTransformer3DModel`: a stack of blocks over patches of a video, with cross-attention to text of any length."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
@@ -24,7 +24,7 @@ WHOLE_NUMBERS = (
 
 
 class WanArchitecture(Architecture):
-    """See `Architecture`; conditions: `text` [B, L, D], real tokens, then at least one zero row."""
+    """See `Architecture`; conditions: `text` [B, L, D], real rows, then at least one zero row (see `short_text`)."""
 
     model_class = WanTransformer3DModel
     part = "transformer"
@@ -66,7 +66,7 @@ class WanArchitecture(Architecture):
                 )
 
     def block_names(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return tuple(f"blocks.{number}" for number in range(config["num_layers"]))
+        return tuple(f"blocks.{index}" for index in range(config["num_layers"]))
 
     def num_tokens(self, config: Mapping[str, Any], shape: LatentShape) -> int:
         return math.prod(size // patch for size, patch in zip(shape[1:], config["patch_size"], strict=True))
@@ -93,8 +93,8 @@ class WanArchitecture(Architecture):
 
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:
         if name.startswith("blocks."):
-            _, number, rest = name.split(".", 2)
+            _, index, rest = name.split(".", 2)
             kept = evenly_spaced(config["num_layers"], teacher["num_layers"])
-            return Origin(f"blocks.{kept[int(number)]}.{rest}")
-        # `time_proj` stacks six vectors of the model's width.
+            return Origin(f"blocks.{kept[int(index)]}.{rest}")
+        # The output of `time_proj` concatenates six vectors of the model's width.
         return Origin(name, 6 if name.startswith("condition_embedder.time_proj.") else 1)

@@ -27,7 +27,7 @@ from distiller.errors import UserError
 
 
 class WanFamily(Family):
-    """See `Family`; prompts become `text` [n, D], their real tokens."""
+    """See `Family`; prompts become `text` [n, D], the embeddings of their n tokens without padding."""
 
     pipeline_class = WanPipeline
     architecture = WanArchitecture()
@@ -52,7 +52,7 @@ class WanFamily(Family):
         del student
 
     def own_size(self) -> tuple[int, int, int]:
-        # Arguments of its call, which it rounds to what its networks can take.
+        # Defaults of the pipeline's call, rounded as the call rounds them to sizes that its networks can take.
         temporal, spatial = self._vae_steps
         num_frames, height, width = (int(self.call_defaults[name]) for name in ("num_frames", "height", "width"))
         _, patch_height, patch_width = self.teacher_config["patch_size"]
@@ -68,7 +68,7 @@ class WanFamily(Family):
 
     @property
     def _vae_steps(self) -> tuple[int, int]:
-        """Frames and pixels that one latent stands for."""
+        """(frames, pixels along height and width) per latent."""
         config = self.files.vae_config
         return int(config.get("scale_factor_temporal", 4)), int(config.get("scale_factor_spatial", 8))
 
@@ -117,10 +117,10 @@ class WanFamily(Family):
         return pipeline.to(device)
 
     def embed(self, pipeline: Any, prompts: Sequence[str], length: int) -> list[Condition]:
-        """As `Family.embed`.
+        """See `Family.embed`.
 
-        The pipeline pads to `length` before the encoder, which masks the padding; here it pads to the longest prompt,
-        which gives the same tokens and is an order of magnitude faster for short prompts.
+        The pipeline would pad to `length` before the encoder, which masks the padding. Here prompts are padded to the
+        longest one, which gives the same embeddings and is an order of magnitude faster for short prompts.
         """
         tokens = pipeline.tokenizer(self.cleaned(prompts), truncation=True, max_length=length, add_special_tokens=True)
         lengths = [len(ids) for ids in tokens.input_ids]
@@ -131,8 +131,10 @@ class WanFamily(Family):
         return [{"text": row[:count].clone()} for row, count in zip(embeds, lengths, strict=True)]
 
     def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
-        """[B, min(max(n) + 2, length), D]; the zero rows stand for all the padding that the pipeline would add
-        (`distiller.diffusion.wan.short_text` weighs them so)."""
+        """Pads texts with zero rows to [B, min(max(n) + 2, length), D].
+
+        `distiller.diffusion.wan.short_text` gives these zero rows the weight of all that the pipeline would add.
+        """
         padded_length = min(max(len(text) for text in texts) + NUM_KEPT_ROWS, length)
         padded = texts[0].new_zeros(len(texts), padded_length, texts[0].shape[-1])
         for row, text in zip(padded, texts, strict=True):

@@ -1,9 +1,10 @@
-"""Runs a Wan transformer on short text embeddings with the result of fully padded ones.
+"""Runs a Wan transformer on short text embeddings with the same result as on fully padded ones.
 
 ``WanPipeline`` pads every prompt's embeddings with zero rows to 512 rows, and Wan's cross-attention takes no mask: the
-zero rows are keys like any other, so a transformer's output depends on how many there are. They are all equal, though.
-``m`` equal keys weigh as much as ``k`` of them whose attention logits are raised by ``log(m / k)``, so the real rows
-and a single zero row are enough. For small models and short prompts that is several times faster, forward and backward.
+zero rows are keys like any other, so a transformer's output depends on how many there are. But all of them are equal,
+and ``m`` equal keys have the same weight as ``k`` of them whose attention logits are raised by ``log(m / k)``. So the
+real rows and a single zero row are enough. For small models and short prompts this is several times faster, forward and
+backward.
 
 Shape suffixes: B batch, L rows of text, D width of the text encoder.
 """
@@ -21,35 +22,35 @@ from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnP
 from torch.utils.weak import WeakTensorKeyDictionary
 
 PIPELINE_TEXT_LENGTH = 512
-"""Rows that ``WanPipeline`` pads text embeddings to unless it is told otherwise."""
+"""Rows that ``WanPipeline`` pads text embeddings to by default."""
 
 NUM_KEPT_ROWS = 2
-"""Zero rows that short text keeps after the longest prompt; see :func:`padding_bias`."""
+"""Zero rows that ``WanFamily.pad`` adds to the longest prompt; see :func:`padding_bias`."""
 
 
 def install_short_text(transformer: WanTransformer3DModel, padded_length: int = PIPELINE_TEXT_LENGTH) -> None:
     """Makes ``transformer`` treat text embeddings of any length as if zero rows padded them to ``padded_length``.
 
-    Only the cross-attention's processors are replaced and one forward pre-hook is added; weights, state dict and
-    config stay as they are, and deep copies carry the change with them. Wrap the transformer (DDP, DeepSpeed) as usual
-    afterwards. In bfloat16 the correction is right to 0.05%.
+    Replaces the processors of the cross-attentions and adds one forward pre-hook. Weights, state dict and config do not
+    change. Deep copies of the transformer include the change. Call this before the transformer is wrapped
+    (DDP, DeepSpeed). In bfloat16 the weight of the padding is right to 0.05%.
 
-    From then on, text embeddings [B, L, D] of a forward must keep at least one zero row in every sample, except at
-    L = ``padded_length``, where the transformer computes what it always did; ``WanFamily.pad`` keeps two.
-    A sample without a zero row raises ValueError on the CPU; on a GPU, where looking would stall the stream, its output
-    is NaN.
+    Afterwards, text embeddings [B, L, D] of a forward must have at least one zero row in every sample
+    (``WanFamily.pad`` adds two), except at L = ``padded_length``, where the forward is the original one. A sample
+    without a zero row raises ValueError on the CPU. On a GPU, where this check would make the host wait, the sample's
+    output is NaN.
 
-    With gradient checkpointing, several forwards may come before their backwards as long as the blocks get the very
-    tensor that the text projection made; a wrapper that casts the inputs of every block (FSDP with mixed precision)
-    allows one forward at a time.
+    With gradient checkpointing, several forwards may come before their backwards if the blocks get the same tensor
+    object that the text projection returned. A wrapper that casts the inputs of every block (FSDP with mixed precision)
+    allows only one forward before its backward.
 
     Args:
         transformer: The transformer itself, not a wrapper around it.
         padded_length: Number of rows, real and zero, whose result to reproduce.
 
     Raises:
-        ValueError: It is installed already, or the transformer takes image embeddings, which Wan tells from text by
-            the fixed length of 512.
+        ValueError: It is already installed, or the transformer takes image embeddings, which Wan separates from text
+            by the fixed text length of 512.
     """
     attentions = _cross_attentions(transformer)
     if any(isinstance(attention.processor, _ShortTextProcessor) for attention in attentions):
@@ -66,7 +67,7 @@ def install_short_text(transformer: WanTransformer3DModel, padded_length: int = 
 
 
 def remove_short_text(transformer: WanTransformer3DModel) -> None:
-    """Gives back the processors that :func:`install_short_text` replaced; does nothing where it was not installed."""
+    """Restores the processors that :func:`install_short_text` replaced; does nothing where it was not installed."""
     for attention in _cross_attentions(transformer):
         processor = attention.processor
         if isinstance(processor, _ShortTextProcessor):
@@ -75,11 +76,11 @@ def remove_short_text(transformer: WanTransformer3DModel) -> None:
 
 
 def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor | None:
-    """Attention bias that makes the zero rows of ``embeds_BLD`` weigh as much as all that would pad it.
+    """Attention bias that gives the zero rows of ``embeds_BLD`` the weight of all rows that would pad it.
 
     Returns:
         float32 [B, 1, 1, L] on the embeddings' device, 0 on real rows; on zero rows, logarithms of weights that add up
-        to the number of padding rows. None when L = ``padded_length`` and nothing is to be corrected.
+        to the number of padding rows. None when L = ``padded_length``, which needs no correction.
 
     Raises:
         ValueError: L exceeds ``padded_length``, or (on the CPU) a sample of a shorter L has no zero row.
@@ -97,13 +98,14 @@ def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor |
             f"prompt (WanFamily.pad keeps two), or pad to {padded_length} rows"
         )
     num_padding_B1 = padded_length - length + num_zero_B1
-    # bfloat16 rounds log(500) by up to 1/64, that is 1.6% of the padding's weight. So the first zero row takes what
-    # bfloat16 can write of the whole, rounded down, and the others share the rest: with two rows, 0.05% remain.
+    # bfloat16 rounds log(500) by up to 1/64, that is 1.6% of the padding's weight. So the first zero row gets the
+    # logarithm of the whole weight, rounded down to bfloat16 (the upper 16 bits), and the other zero rows share the
+    # rest of the weight: with two zero rows the error is 0.05%.
     whole_B1 = torch.log(num_padding_B1.float())
-    written_B1 = whole_B1.view(torch.int32).bitwise_and(-65536).view(torch.float32)
-    rest_B1 = torch.log((num_padding_B1 - written_B1.exp()).clamp_min(0) / (num_zero_B1 - 1))
+    rounded_B1 = whole_B1.view(torch.int32).bitwise_and(-65536).view(torch.float32)
+    rest_B1 = torch.log((num_padding_B1 - rounded_B1.exp()).clamp_min(0) / (num_zero_B1 - 1))
     is_first_BL = is_zero_BL & (is_zero_BL.cumsum(dim=1) == 1)
-    first_B1 = torch.where(num_zero_B1 == 1, whole_B1, written_B1)
+    first_B1 = torch.where(num_zero_B1 == 1, whole_B1, rounded_B1)
     bias_BL = torch.where(is_first_BL, first_B1, torch.where(is_zero_BL, rest_B1, 0.0))
     bias_BL = bias_BL.masked_fill(num_zero_B1 == 0, math.nan)
     return bias_BL[:, None, None, :]
@@ -116,23 +118,23 @@ class _TextBias:
 
     def __init__(self, padded_length: int) -> None:
         self.padded_length = padded_length
-        # By thread: forwards of several threads may take turns on one transformer.
+        # Thread id -> bias: several threads may run forwards of one transformer in turn.
         self._current: dict[int, torch.Tensor | None] = {}
-        # Gradient checkpointing runs blocks again during the backward, perhaps after another forward has replaced
-        # _current. It passes them the same tensors, so the projected text tells which forward a block belongs to.
+        # Gradient checkpointing runs blocks again in the backward, perhaps after another forward has replaced the entry
+        # of _current. It passes the same tensors to the blocks, so the projected text identifies the forward.
         self._by_text = WeakTensorKeyDictionary()
 
-    # A bound method, not a closure: deep-copying a transformer then copies hook and processors with one shared holder.
+    # A bound method, not a closure: a deep copy of the transformer then has one _TextBias for its hook and processors.
     def before_forward(self, transformer: torch.nn.Module, args: tuple, kwargs: dict) -> None:
         embeds_BLD = kwargs["encoder_hidden_states"] if "encoder_hidden_states" in kwargs else args[2]
         with torch.no_grad():
             self._current[threading.get_ident()] = padding_bias(embeds_BLD, self.padded_length)
 
     def of(self, projected_text: torch.Tensor) -> torch.Tensor | None:
-        """The bias that belongs to the text which a block's cross-attention attends to."""
+        """The bias for the projected text [B, L, width] that a block's cross-attention gets, on the text's device."""
         if projected_text not in self._by_text:
             bias = self._current[threading.get_ident()]
-            # The blocks of a teacher that is spread over several GPUs get the text on their own.
+            # With a teacher on several GPUs, blocks of other GPUs get copies of the text there.
             self._by_text[projected_text] = None if bias is None else bias.to(projected_text.device)
         return self._by_text[projected_text]
 

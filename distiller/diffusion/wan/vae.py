@@ -1,4 +1,4 @@
-"""Wan's VAE, whose latents are normalised channel by channel."""
+"""Wan's VAE, whose latents are normalised by channel."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportPrivateImportUsage=false
@@ -13,7 +13,7 @@ from distiller.diffusion.vae import Vae
 
 
 class WanVae(Vae):
-    """`AutoencoderKLWan`."""
+    """`AutoencoderKLWan`, whose latents z are normalised as (z - latents_mean) / latents_std."""
 
     def __init__(self, files: PipelineFiles, device: torch.device) -> None:
         super().__init__(device)
