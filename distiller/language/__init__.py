@@ -1,1 +1,1 @@
-"""What is particular to language models."""
+"""Distillation of causal language models: data, models, losses, teacher network, cache and task."""

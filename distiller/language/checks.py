@@ -1,4 +1,4 @@
-"""What the recipe, the teacher and the student must agree on, checked by their descriptions (UserError)."""
+"""Checks, before any weight is read, that recipe, teacher and student fit together; else raises UserError."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from distiller.language.student import StudentModel
 
 
 def objective_of(losses: LanguageLosses) -> Objective:
-    """The loss of a token, without the features' term."""
+    """The loss per token that a recipe asks for, without the feature loss."""
     return Objective(divergence_of(losses.divergence), losses.divergence.temperature, losses.alpha)
 
 
 def check_models(recipe: LanguageRecipe, teacher: LanguageFiles, student: StudentModel) -> None:
-    """Both models can be trained and compared as the recipe says. Runs small models on the CPU."""
+    """Raises UserError unless both models can be trained and compared as the recipe says.
+
+    Runs small models of the same kinds on the CPU. Does not communicate.
+    """
     if student.files is not None:
         check_same_tokens(teacher, student.files)
     check_feature_blocks(recipe.task.losses.features, teacher.spec, student.spec)
@@ -34,7 +37,7 @@ def check_models(recipe: LanguageRecipe, teacher: LanguageFiles, student: Studen
 
 
 def check_feature_blocks(features: FeatureLoss, teacher: ModelSpec, student: ModelSpec) -> None:
-    """Matched blocks exist."""
+    """Raises UserError where the recipe matches a block index that the model does not have."""
     for key, indices, count in (
         ("student_blocks", features.student_blocks, student.num_blocks),
         ("teacher_blocks", features.teacher_blocks, teacher.num_blocks),
@@ -47,7 +50,10 @@ def check_feature_blocks(features: FeatureLoss, teacher: ModelSpec, student: Mod
 
 
 def check_lengths(data: LanguageData, teacher: ModelSpec, student: ModelSpec) -> None:
-    """Rows, padding included, are not longer than either model can read."""
+    """Raises UserError unless both models can read rows of `data.max_length` tokens, rounded up by the padding.
+
+    The rows must also stay within the length above which a model scales its rotary positions differently.
+    """
     longest = padded_length(data.max_length)
     padding = f" ({longest} with padding)" if longest > data.max_length else ""
     for owner, spec in (("teacher", teacher), ("student", student)):
@@ -66,9 +72,9 @@ def check_lengths(data: LanguageData, teacher: ModelSpec, student: ModelSpec) ->
 
 
 def _changing_length(config: Any) -> int | None:
-    """The length above which rotary positions are scaled by the batch's longest row; None where they never are."""
+    """The number of tokens above which a long row changes the rotary scaling of its whole batch; None if none does."""
     given = getattr(config, "rope_parameters", None) or {}
-    # Of the whole model, or for each of its kinds of layers.
+    # One dictionary for the whole model, or one for each layer type inside it.
     for rope in (given, *(value for value in given.values() if isinstance(value, dict))):
         if rope.get("rope_type") in ("longrope", "dynamic"):
             limit = rope.get("original_max_position_embeddings")

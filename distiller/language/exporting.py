@@ -1,4 +1,4 @@
-"""The student as a plain model of the library: written with its tokenizer, and read back."""
+"""Writes the student as a transformers model folder with its tokenizer, and reads that folder back."""
 
 from __future__ import annotations
 
@@ -25,30 +25,36 @@ COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("*.model", "chat_template*", "generation_config.json"),
 )
-"""What goes into an exported student beside its config and weights."""
+"""Glob patterns of the files that are copied from the tokenizer's folder into the exported student's."""
 
 
 def export_student(
     student: StudentModel, tokenizer_folder: Path, known: TokenIds, state: Mapping[str, Tensor], folder: Path
 ) -> None:
-    """Writes the model, tied weights once, and the tokenizer by which it was trained.
+    """Writes the model (a tied tensor once, in the dtype of `state`) and its tokenizer as a transformers folder.
 
-    Ids that stand for no token are suppressed in `generate` by its generation_config.json.
+    Ids that stand for no token are listed in `suppress_tokens` of generation_config.json, so that `generate` never
+    returns one.
 
     Args:
-        tokenizer_folder: where that lies.
-        known: the ids of its tokens.
-        state: of `LanguageStudent`; a tied tensor may have one of its names only.
+        student: the recipe's student.
+        tokenizer_folder: the folder of the tokenizer with which the student was trained.
+        known: the ids that stand for a token.
+        state: the full state of `LanguageStudent`; a tied tensor may have one of its names only.
+        folder: where the files are written.
+
+    Raises:
+        UserError: `state` lacks a tensor of the recipe's student, or holds another one.
     """
     model = student.skeleton().to_empty(device="cpu")
-    ours = model_state(state)
-    report = model.load_state_dict(ours, strict=False, assign=True)
+    model_tensors = model_state(state)
+    report = model.load_state_dict(model_tensors, strict=False, assign=True)
     model.tie_weights()
-    lacking, heads = set(report.missing_keys), set(student.spec.head_names)
-    if student.spec.is_tied and heads & ours.keys():
-        lacking -= heads
-    if wrong := sorted(lacking) or sorted(report.unexpected_keys):
-        kind = "lacks" if lacking else "holds"
+    missing, heads = set(report.missing_keys), set(student.spec.head_names)
+    if student.spec.is_tied and heads & model_tensors.keys():
+        missing -= heads
+    if wrong := sorted(missing) or sorted(report.unexpected_keys):
+        kind = "lacks" if missing else "holds"
         raise UserError(
             f"{student.origin}: is not the student of this checkpoint, which {kind} {wrong[0]}; export it with the "
             "recipe that it was trained by"
@@ -60,7 +66,7 @@ def export_student(
 
 
 def _suppress(file: Path, unused: list[int]) -> None:
-    """Has the library's `generate` never draw these ids, whatever probability is left to them."""
+    """Adds the ids to `suppress_tokens` of a generation_config.json, if there is one: `generate` never returns them."""
     if unused and file.is_file():
         content = json.loads(file.read_text(encoding="utf-8"))
         content["suppress_tokens"] = sorted({*(content.get("suppress_tokens") or ()), *unused})
@@ -70,7 +76,11 @@ def _suppress(file: Path, unused: list[int]) -> None:
 def read_exported(
     run_dir: Path, trusts_code: bool, device: torch.device, change: LogitChange, ids: TokenIds
 ) -> FrozenModel:
-    """The exported student of a run, in float32; see `frozen_model`. Raises UserError when the run has none."""
+    """The exported student of a run in float32, on `device`; see `frozen_model` for `change` and `ids`.
+
+    `trusts_code`: whether Python files of the folder may be run. Raises UserError where the run has no exported student
+    or a damaged one.
+    """
     folder = exported_folder(run_dir)
     unset_hf_deepspeed_config()
     try:
@@ -87,9 +97,13 @@ def read_exported(
 
 
 def frozen_model(model: Any, device: torch.device, change: LogitChange, ids: TokenIds) -> FrozenModel:
-    """A model of the library, in eval mode and without gradients.
+    """A causal language model of transformers, moved to `device`, in eval mode and without gradients.
 
-    `change` is what it does to its output layer's logits, `ids` are those that stand for a token.
+    Args:
+        model: changed in place.
+        device: where the model is moved.
+        change: what the model does to the logits of its output layer.
+        ids: the ids that stand for a token.
     """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()

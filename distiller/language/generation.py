@@ -15,33 +15,40 @@ from distiller.language.network import HIDDEN
 from distiller.teachers.base import Request, Teacher
 
 HiddenOf = Callable[[LanguageBatch], Tensor]
-"""Last hidden states [B, L, H] of a batch."""
+"""Maps a batch to the last hidden states [B, L, H] of a model."""
 
 
 def generate_greedily(
     hidden_of: HiddenOf, head: Head, prompt_ids: Sequence[Sequence[int]], num_tokens: int, pad_id: int
 ) -> list[list[int]]:
-    """The likeliest next token, `num_tokens` times, after each prompt.
+    """Continues each prompt with the most likely next token, `num_tokens` times.
 
-    All positions are computed anew for every token, which no placement of a teacher has to keep a cache for: the time
-    grows with the square of the length. Never stops early, so that ranks whose teacher communicates stay together.
+    Every step computes all positions again, since no placement of a teacher keeps a key-value cache: the time grows
+    with the square of the length. There is no stop at the end-of-text token, so that all ranks run equally many
+    forward passes; some placements communicate in each.
 
     Args:
-        head: on the device of the hidden states.
-        prompt_ids: token ids, at least one each.
+        hidden_of: the model without output layer.
+        head: the model's output layer, on the device of the hidden states.
+        prompt_ids: token ids of each prompt, at least one.
+        num_tokens: tokens to add to each prompt.
+        pad_id: the token id in the padding.
+
+    Returns:
+        For each prompt the `num_tokens` ids that follow it.
     """
-    rows = [list(beginning) for beginning in prompt_ids]
+    rows = [list(prompt) for prompt in prompt_ids]
     for _ in range(num_tokens):
         hidden = hidden_of(as_batch(rows, pad_id).map(lambda tensor: tensor.to(head.weight.device)))
-        ends = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
-        logits = head.logits(hidden[torch.arange(len(rows), device=hidden.device), ends])
+        last_positions = torch.tensor([len(row) - 1 for row in rows], device=hidden.device)
+        logits = head.logits(hidden[torch.arange(len(rows), device=hidden.device), last_positions])
         for row, token in zip(rows, logits.argmax(1).tolist(), strict=True):
             row.append(token)
-    return [row[len(beginning) :] for row, beginning in zip(rows, prompt_ids, strict=True)]
+    return [row[len(prompt) :] for row, prompt in zip(rows, prompt_ids, strict=True)]
 
 
 def teachers_hidden(teacher: Teacher) -> HiddenOf:
-    """The teacher, wherever it lives. Communicates as its placement does."""
+    """Hidden states of a teacher in any placement. Communicates as the placement does: every rank must call it."""
 
     def hidden_of(batch: LanguageBatch) -> Tensor:
         inputs = {"input_ids": batch.input_ids, "position_ids": batch.position_ids}
@@ -51,7 +58,7 @@ def teachers_hidden(teacher: Teacher) -> HiddenOf:
 
 
 def students_hidden(model: Any) -> HiddenOf:
-    """A model of the library."""
+    """Hidden states of a model of transformers, without gradients."""
 
     def hidden_of(batch: LanguageBatch) -> Tensor:
         with torch.no_grad():
@@ -62,10 +69,10 @@ def students_hidden(model: Any) -> HiddenOf:
 
 
 def as_batch(rows: Sequence[Sequence[int]], pad_id: int) -> LanguageBatch:
-    """Rows of token ids, of which nothing is learnt."""
+    """A batch on the CPU of rows of token ids, whose labels are all IGNORED; sample ids are the row indices."""
     samples = [
-        TokenSample(number, torch.tensor(row), torch.arange(len(row)), torch.full((len(row),), IGNORED))
-        for number, row in enumerate(rows)
+        TokenSample(index, torch.tensor(row), torch.arange(len(row)), torch.full((len(row),), IGNORED))
+        for index, row in enumerate(rows)
     ]
     return collate(samples, pad_id)
 
@@ -73,12 +80,19 @@ def as_batch(rows: Sequence[Sequence[int]], pad_id: int) -> LanguageBatch:
 def write_texts(
     file: Path, tokenizer: Any, prompt_ids: Sequence[Sequence[int]], texts: Mapping[str, Sequence[Sequence[int]]]
 ) -> None:
-    """Writes every prompt with what each model generated, up to its end-of-text token; UTF-8."""
+    """Writes every prompt with what each model generated up to the end-of-text token, as UTF-8 text.
+
+    Args:
+        file: where to write.
+        tokenizer: of transformers, for decoding.
+        prompt_ids: token ids of each prompt.
+        texts: model name -> generated token ids of each prompt, in the order of `prompt_ids`.
+    """
     parts = []
-    for number, beginning in enumerate(prompt_ids):
-        lines = [f"prompt: {_one_line(tokenizer.decode(beginning))}"]
+    for index, prompt in enumerate(prompt_ids):
+        lines = [f"prompt: {_one_line(tokenizer.decode(prompt))}"]
         for name, continuations in texts.items():
-            tokens = list(continuations[number])
+            tokens = list(continuations[index])
             if tokenizer.eos_token_id in tokens:
                 tokens = tokens[: tokens.index(tokenizer.eos_token_id)]
             lines.append(f"{name}: {_one_line(tokenizer.decode(tokens))}")

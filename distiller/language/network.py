@@ -1,4 +1,4 @@
-"""A causal language model as a `Network`: its body, without the output layer, which every rank holds itself."""
+"""A causal language model as a teacher's `Network`: all but the output layer, of which every rank holds a copy."""
 
 from __future__ import annotations
 
@@ -17,26 +17,35 @@ from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
 
 BODY = "body"
+"""Name of the network's only module: the model without its output layer."""
 HIDDEN = "hidden"
+"""Name of the output with the last hidden states."""
 FEATURES = "features/"
+"""What names of block outputs begin with; the block's index follows."""
 
 
 @final
 class LanguageNetwork(Network):
-    """Logits are as wide as the vocabulary and never travel: what does is what the output layer is applied to.
+    """Returns last hidden states, not logits: a token's logits, one per id, take far more memory to move or to store.
 
     Request inputs: `input_ids` and `position_ids` [B, L] int64; see `distiller.language.data.batch.LanguageBatch`.
-    Outputs: `hidden`, the last hidden states [B, L, H], and `features/N`, what block N returns, [B, L, H]; in the
-    module's dtype.
+    Outputs, in the module's dtype: `hidden`, the last hidden states [B, L, H], and `features/N`, the output of block N
+    [B, L, H].
     """
 
     def __init__(self, files: LanguageFiles, student_vocabulary: int | None = None) -> None:
-        """`student_vocabulary`: ids of the student's output layer; only ids that both models have are compared."""
+        """Reads no weights.
+
+        Args:
+            files: the saved model.
+            student_vocabulary: number of ids of the student's output layer: only ids that both models have are
+                compared. None = all of this model's.
+        """
         self._files, self.origin, self.module_names = files, files.origin, (BODY,)
         self.rename = files.spec.body_name
         spec = files.spec
-        # Beyond the ids of tokens, what an output layer holds is padding, of which nothing need be true.
-        # A tokenizer may have ids that a model has no place for: of pictures, or a padding token added afterwards.
+        # Rows of an output layer beyond the tokenizer's ids are padding with arbitrary logits: they are not compared. A
+        # tokenizer may also have ids without a row in the model: image tokens, or a padding token added later.
         shared = min(spec.vocabulary, student_vocabulary or spec.vocabulary)
         self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
         self.num_replicated_head_parameters = 0 if spec.is_tied else spec.vocabulary * spec.hidden_size
@@ -69,15 +78,16 @@ class LanguageNetwork(Network):
         return outputs[0]
 
     def head_bytes(self, dtype: torch.dtype) -> int:
-        """What `load_head` takes."""
+        """Bytes of the output layer that `load_head` returns for this dtype. Reads no weights."""
         spec = self._files.spec
         columns = spec.hidden_size + (spec.head_bias is not None)
         return product_width(self.ids.size, spec.vocabulary) * columns * dtype.itemsize
 
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
-        """Reads the output layer, and keeps the ids of tokens (see `product_width`): frozen, in `teacher.dtype`.
+        """Reads the output layer onto `device`, frozen, in `dtype`.
 
-        Communicates nothing: every rank reads it. Raises UserError where it is missing.
+        Keeps only the rows of ids that stand for a token, and a few more (see `product_width`). Does not communicate:
+        every rank reads the files. Raises UserError where the files lack the layer or hold another shape of it.
         """
         spec = self._files.spec
         files = WeightFiles(self._files.weight_files(), spec.tensor_names.name)

@@ -1,4 +1,4 @@
-"""Token ids of the prompts that teacher and student continue: the recipe's, or how held-out documents begin."""
+"""Token ids of the prompts that teacher and student continue: the recipe's, or the start of held-out rows."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from distiller.language.data.packing import TextData
 from distiller.language.model.spec import ModelSpec
 
 PROMPT_TOKENS = 24
-"""Of a held-out document, how many tokens are given to be continued."""
+"""How many tokens of a held-out row are the prompt, at most; of a shorter row, half of its tokens."""
 
 
 @final
 class Prompts:
-    """Prompts for one pair of models, each of which can read them together with the continuation."""
+    """Prompts that teacher and student can both read, together with `evaluation.max_new_tokens` more tokens."""
 
     def __init__(self, evaluation: LanguageEvaluation, tokenizer: Any, teacher: ModelSpec, student: ModelSpec) -> None:
-        """`tokenizer` is the teacher's."""
+        """`tokenizer` is the teacher's; `teacher` and `student` give the number of ids and the longest row."""
         self._evaluation, self._tokenizer = evaluation, tokenizer
         self._models = {"teacher": teacher, "student": student}
 
     def of_recipe(self, held_out: TextData) -> list[list[int]]:
-        """What is continued at the end of a run. Raises UserError for what cannot be."""
+        """The prompts of the recipe, or else the start of held-out rows. Raises UserError as `tokenised` does."""
         evaluation = self._evaluation
         if evaluation.sample_prompts:
             return self.tokenised(evaluation.sample_prompts)
@@ -36,10 +36,10 @@ class Prompts:
         return self._checked(prompts)
 
     def tokenised(self, texts: Sequence[str]) -> list[list[int]]:
-        """The token ids of texts.
+        """The token ids of each text.
 
         Raises:
-            UserError: a text has no tokens, or an id that one of the models lacks, or is too long to be continued.
+            UserError: a text has no tokens, has an id that one of the models lacks, or is too long to be continued.
         """
         shared = min(spec.vocabulary for spec in self._models.values())
         prompts = [list(self._tokenizer(text).input_ids) for text in texts]
@@ -54,6 +54,7 @@ class Prompts:
         return self._checked(prompts)
 
     def _checked(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The same prompts. Raises UserError where prompt and continuation are longer than a model can read."""
         longest, max_new_tokens = max(map(len, prompts), default=0), self._evaluation.max_new_tokens
         for owner, spec in self._models.items():
             limit = spec.max_positions

@@ -1,4 +1,4 @@
-"""The student model: from a config, from a saved model, or cut out of the teacher."""
+"""The student model: new from a config, loaded from a saved model, or made of the teacher's layers and channels."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -29,23 +29,24 @@ from distiller.tasks.dropout import remove_dropout
 from distiller.tasks.layer_selection import evenly_spaced
 
 WIDTHS = ("hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""Keys of the recipe's `student` that make the student narrower than the teacher."""
 SLICED = {
     *("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "gate_proj", "up_proj", "down_proj"),
     *("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
     *("embed_tokens", "norm", "lm_head"),
 }
-"""Layers whose leading slice is what the first heads and channels need; a fused layer's is not."""
+"""Layers whose leading slice holds the first heads and channels; that of a fused layer (query, key, value) does not."""
 
 
 @final
 class StudentModel:
-    """What the recipe's student is, before any weight is read.
+    """The student of a recipe: its structure from the start, its initial weights from `build`.
 
     Attributes:
-        origin: how messages name it.
-        spec: what its config describes.
-        files: the saved model that it starts from; None for a new one and for a part of the teacher.
-        dropout: keys of the config that were above 0 and are 0 now.
+        origin: the student's name in messages.
+        spec: the structure that the config describes.
+        files: the saved model whose weights the student begins with; None for a new one and for a part of the teacher.
+        dropout: the config's dropout keys that were above 0 and have been set to 0.
     """
 
     def __init__(
@@ -56,7 +57,18 @@ class StudentModel:
         trusts_code: bool,
         seed: int,
     ) -> None:
-        """Reads descriptions. Raises UserError."""
+        """Reads configs and tokenizers; weights are read by `build`. Does not communicate.
+
+        Args:
+            options: the recipe's `student` section.
+            teacher: the saved teacher, from whose layers the student may be made.
+            stages_dir: where a GGUF file is converted.
+            trusts_code: whether Python files beside a model may be run.
+            seed: new weights are drawn from it.
+
+        Raises:
+            UserError: the student cannot be found or read, or cannot be made from the teacher.
+        """
         self._options, self._teacher, self._trusts_code, self._seed = options, teacher, trusts_code, seed
         self.files = None
         if options.path is not None:
@@ -71,22 +83,30 @@ class StudentModel:
         self.spec = ModelSpec(config, trusts_code, self.origin)
 
     def skeleton(self) -> Any:
-        """The model on the meta device."""
+        """The whole model on the meta device, in float32."""
         return self.spec.new_skeleton()
 
     def build(self, known: TokenIds) -> Any:
-        """The model on the CPU in float32, the same on every rank; the global random state is left as it was.
+        """The model with its initial weights, on the CPU in float32, the same on every rank.
 
-        `known` are the ids that stand for a token, all of them below the model's vocabulary.
+        Does not communicate, and does not change the global random state.
 
-        Ids that stand for no token begin with the mean of the tokens' rows in the output layer, whatever they had:
-        none is then likelier than the tokens' geometric mean, and training keeps them further down.
+        In the output layer, the row of every id that stands for no token is set to the mean of the tokens' rows. The
+        layer's logit of such an id is then the mean of the tokens' logits, and its probability (without a soft cap) the
+        geometric mean of theirs. Training lowers it further.
+
+        Args:
+            known: the ids that stand for a token, all of them below the model's vocabulary.
+
+        Raises:
+            UserError: the weights cannot be read, or lack a tensor.
         """
         model = self._made()
         _level_unused(model.get_output_embeddings(), known)
         return model
 
     def _made(self) -> Any:
+        """The model with loaded, copied or new weights."""
         if self.files is not None:
             return self._load(self.files)
         with torch.random.fork_rng(devices=[]):
@@ -116,33 +136,34 @@ class StudentModel:
         return model
 
     def _copy_from_teacher(self, model: Any) -> None:
-        """Fills the student with the teacher's evenly spaced layers and leading channels, tensor by tensor."""
-        theirs, ours = self._teacher.spec, self.spec
-        kept = evenly_spaced(ours.num_blocks, theirs.num_blocks)
-        inside = f"{model.base_model_prefix}.{ours.block_prefix}"
-        files = WeightFiles(self._teacher.weight_files(), theirs.tensor_names.name)
+        """Copies the teacher's evenly spaced layers, cut to their first heads and channels, one tensor at a time."""
+        teacher, student = self._teacher.spec, self.spec
+        kept = evenly_spaced(student.num_blocks, teacher.num_blocks)
+        blocks_prefix = f"{model.base_model_prefix}.{student.block_prefix}"
+        files = WeightFiles(self._teacher.weight_files(), teacher.tensor_names.name)
         try:
             with torch.no_grad():
                 for name, target in model.named_parameters():
                     source = name
-                    if name.startswith(inside):
-                        index, _, rest = name.removeprefix(inside).partition(".")
-                        source = f"{inside}{kept[int(index)]}.{rest}"
-                    names = theirs.head_names if source in theirs.head_names else (source,)
+                    if name.startswith(blocks_prefix):
+                        index, _, rest = name.removeprefix(blocks_prefix).partition(".")
+                        source = f"{blocks_prefix}{kept[int(index)]}.{rest}"
+                    names = teacher.head_names if source in teacher.head_names else (source,)
                     stored = next((name for name in names if name in files.tensors), None)
                     if stored is None:
                         raise UserError(f"{self._teacher.origin}: its weights lack {source}; copy it again")
-                    whole = torch.empty(files.tensors[stored].shape)
-                    files.read(stored, whole)
-                    target.copy_(_leading(whole, target))
+                    stored_weight = torch.empty(files.tensors[stored].shape)
+                    files.read(stored, stored_weight)
+                    target.copy_(_leading(stored_weight, target))
         finally:
             files.close()
 
 
 def enable_checkpointing(model: Any) -> None:
-    """Lets the model's blocks recompute their activations. Raises UserError for blocks that cannot.
+    """Makes the model's blocks recompute their activations in the backward pass (`torch.utils.checkpoint`).
 
-    By the blocks' own switch: the model's is named differently from version to version.
+    Sets the attributes of each block, since the model's own method differs between versions of transformers. Raises
+    UserError for a model whose blocks cannot recompute.
     """
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not blocks:
@@ -156,7 +177,7 @@ def enable_checkpointing(model: Any) -> None:
 
 
 def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
-    """The config of a student that is cut out of the teacher. Raises UserError where it cannot be."""
+    """The teacher's config with fewer layers, heads or channels. Raises UserError where that is impossible."""
     spec = teacher.spec
     config = copy.deepcopy(spec.config)
     if options.num_layers is not None:
@@ -169,29 +190,30 @@ def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:
                 f"student.num_layers is {options.num_layers} and a {type(config).__name__} cannot be cut to so many "
                 f"({error}); give student.config"
             ) from error
-    asked = [key for key in WIDTHS if getattr(options, key) is not None]
-    if not asked:
+    widths = [key for key in WIDTHS if getattr(options, key) is not None]
+    if not widths:
         return config
     for name in spec.parameter_names:
         layer = name.rsplit(".", 2)[-2]
         if layer not in SLICED:
             raise UserError(
-                f"student.{asked[0]}: the teacher's {name} does not belong to separate heads and channels, of which "
+                f"student.{widths[0]}: the teacher's {name} does not belong to separate heads and channels, of which "
                 "the first could be kept; give num_layers alone, or student.config"
             )
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    for key in asked:
-        _check_at_most(key, getattr(options, key), getattr(config, key, None) or groups)
+    num_heads = config.num_attention_heads
+    num_groups = getattr(config, "num_key_value_heads", None) or num_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // num_heads
+    for key in widths:
+        _check_at_most(key, getattr(options, key), getattr(config, key, None) or num_groups)
     if options.num_attention_heads or options.num_key_value_heads:
-        share = heads // groups
-        new_groups = options.num_key_value_heads or (options.num_attention_heads or heads) // share
-        new_heads = options.num_attention_heads or new_groups * share
-        if new_heads != new_groups * share:
+        heads_per_group = num_heads // num_groups
+        new_groups = options.num_key_value_heads or (options.num_attention_heads or num_heads) // heads_per_group
+        new_heads = options.num_attention_heads or new_groups * heads_per_group
+        if new_heads != new_groups * heads_per_group:
             raise UserError(
-                f"student.num_attention_heads {new_heads} and num_key_value_heads {new_groups}: in the teacher {share} "
-                f"heads share a key and value; give {share} times as many heads as key-value heads"
+                f"student.num_attention_heads {new_heads} and num_key_value_heads {new_groups}: in the teacher "
+                f"{heads_per_group} heads share a key and value; give {heads_per_group} times as many heads as "
+                "key-value heads"
             )
         config.num_attention_heads, config.num_key_value_heads = new_heads, new_groups
     for key in ("hidden_size", "intermediate_size"):
@@ -214,15 +236,17 @@ def _check_at_most(key: str, wanted: int, limit: int) -> None:
 
 @torch.no_grad()
 def _level_unused(output: Any, ids: TokenIds) -> None:
-    """Gives the ids of an output layer that stand for no token the mean of all others' rows and biases."""
+    """Sets the rows and biases of ids that stand for no token to the mean of all other rows and biases, in place."""
     tensors = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     if unused := ids.unused(len(output.weight)):
         for tensor in tensors:
-            # Emptied first: whatever was there, infinities included, is not in the sum, and nothing large is copied.
+            # Zeroed before the sum: it then holds the other rows only, without a copy of the tensor, even if the unused
+            # rows held infinities.
             tensor[unused] = 0
             mean = tensor.sum(0, dtype=torch.float64) / (len(tensor) - len(unused))
             tensor[unused] = mean.to(tensor.dtype)
 
 
 def _leading(source: Tensor, target: Tensor) -> Tensor:
+    """The leading slice of `source` with the shape of `target`."""
     return source[tuple(slice(0, size) for size in target.shape)]

@@ -1,4 +1,4 @@
-"""What is trained: a language model whose output layer compares with the teacher, and projections for features."""
+"""The trained module: a language model whose output layer computes the loss, and projections for feature matching."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from distiller.tasks.student_module import TrainedStudent
 @final
 @dataclass(frozen=True, eq=False)
 class LossInputs:
-    """One micro-batch's input, and what the student is compared with.
+    """One micro-batch's input, and the teacher's outputs that the student is compared with.
 
-    An object of its own, and no tensors among the arguments: engines cast those and move them to the GPU, where finding
-    out which tokens count would make the host wait.
+    The tensors are fields of one object, since engines cast tensors that are arguments of `forward` and move them to
+    the GPU. With the loss mask on the GPU, the host would have to wait to learn which tokens count.
 
     Attributes:
         input_ids, position_ids: [B, L] int64, on the student's device.
         labels: [B L] int64, on the student's device.
-        loss_mask: [B L] bool, on the CPU where the batch came from there.
-        target: the teacher, B L rows, on the student's device.
-        features: of the teacher's blocks, each [B L, H'].
+        loss_mask: [B L] bool, true at learnt tokens; on any device, but only on the CPU without a wait of the host.
+        target: the teacher's outputs for the B L tokens, on the student's device.
+        features: outputs of the teacher's matched blocks, each [B L, H'], on the student's device.
     """
 
     input_ids: Tensor
@@ -43,7 +43,11 @@ class LossInputs:
 
 
 class LossTerms(NamedTuple):
-    """Sums over a micro-batch's learnt tokens; float32 scalars. `loss` and `features` have gradients."""
+    """Sums over a micro-batch's learnt tokens, float32 scalars; only `loss` and `features` have gradients.
+
+    `loss` is the sum that `Objective` defines; `divergence` carries its factor temperature^2. `features` is the mean
+    over matched blocks of the mean squared error.
+    """
 
     loss: Tensor
     divergence: Tensor
@@ -54,16 +58,20 @@ class LossTerms(NamedTuple):
 
 @final
 class FusedLossHead(nn.Linear):
-    """The student's output layer, which makes logits chunk by chunk and keeps none.
+    """The student's output layer, which computes the loss of hidden states chunk by chunk and keeps no logits.
 
-    A module with its weight in it, tied or not, so that engines which shard weights gather this one around its forward
-    pass and around its backward pass.
+    The output weight is this module's own parameter, tied or not, so that engines that shard weights gather the weight
+    for the module's forward and backward passes.
     """
 
     def __init__(self, like: nn.Linear, objective: Objective, change: LogitChange, ids: TokenIds) -> None:
-        """Takes the parameters of `like` themselves, so that a tied weight stays tied.
+        """Uses the parameters of `like`, not copies of them, so that a tied weight stays tied.
 
-        `change` is what the model does to the layer's logits, `ids` are those that stand for a token.
+        Args:
+            like: the model's own output layer.
+            objective: the loss per token.
+            change: what the model does to the layer's logits.
+            ids: the ids that stand for a token.
         """
         super().__init__(like.in_features, like.out_features, bias=like.bias is not None, device="meta")
         self.weight, self.bias = like.weight, like.bias
@@ -71,12 +79,12 @@ class FusedLossHead(nn.Linear):
 
     @property
     def head(self) -> Head:
-        """The layer, as what is compared is made with it."""
+        """The layer's weight and bias, with the change of logits and the ids that are compared."""
         return Head(self.weight, self.bias, self._change, self._ids)
 
     @torch.compiler.disable
     def forward(self, hidden: Tensor, inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[override]
-        """Loss, divergence, cross-entropy and unused ids of hidden states [B, L, H]: sums over tokens that count."""
+        """Loss, divergence, cross-entropy and unused-ids term of hidden states [B, L, H]; see `LossTerms`."""
         sums = chunked_loss(
             hidden.flatten(0, 1),
             self.weight,
@@ -93,7 +101,7 @@ class FusedLossHead(nn.Linear):
 
 @final
 class LanguageStudent(TrainedStudent):
-    """The student model and, for feature matching, projections into the teacher's width."""
+    """The student model and, for feature matching, projections from its hidden size to the teacher's."""
 
     def __init__(
         self,
@@ -106,9 +114,17 @@ class LanguageStudent(TrainedStudent):
         change: LogitChange,
         ids: TokenIds,
     ) -> None:
-        """`model` is the library's; `widths` are the student's and the teacher's hidden sizes.
+        """Replaces the model's output layer by a `FusedLossHead`.
 
-        `change` is what the model does to its output layer's logits, `ids` are those that stand for a token.
+        Args:
+            model: a causal language model of transformers, changed in place.
+            objective: the loss per token, without features.
+            block_prefix: what the blocks' names begin with in the model's body, such as `layers.`.
+            feature_blocks: indices of the student's matched blocks; empty without feature matching.
+            widths: the hidden sizes of student and teacher.
+            seed: the run's; projections are drawn from it.
+            change: what the model does to the logits of its output layer.
+            ids: the ids that stand for a token.
         """
         super().__init__(model)
         model.set_output_embeddings(FusedLossHead(model.get_output_embeddings(), objective, change, ids))
@@ -116,7 +132,7 @@ class LanguageStudent(TrainedStudent):
         self.projections = new_projections([((widths[0],), (widths[1],)) for _ in feature_blocks], seed)
 
     def forward(self, inputs: LossInputs) -> LossTerms:
-        """Runs the model and compares it with the teacher."""
+        """Runs the model and compares its outputs with the teacher's."""
         body = self.model.base_model
         with capture_outputs([(name, body.get_submodule(name)) for name in self._blocks]) as captured:
             hidden = body(
@@ -126,10 +142,10 @@ class LanguageStudent(TrainedStudent):
         features = hidden.new_zeros((), dtype=torch.float32)
         if not self._blocks:
             return LossTerms(loss, divergence, cross_entropy, unused_ids, features)
-        left_out = ~inputs.loss_mask.to(hidden.device, non_blocking=True)
-        # By index: Accelerate's regional compilation wraps an empty list into a module that cannot be iterated.
+        is_ignored = ~inputs.loss_mask.to(hidden.device, non_blocking=True)
+        # Indexed, since Accelerate's regional compilation replaces an empty ModuleList by a module without iteration.
         for index, name in enumerate(self._blocks):
-            ours = self.projections[index](captured[name].flatten(0, 1))
-            distances = mean_squared_error(ours, inputs.features[index])
-            features = features + distances.masked_fill(left_out, 0).sum()
+            projected = self.projections[index](captured[name].flatten(0, 1))
+            errors = mean_squared_error(projected, inputs.features[index])
+            features = features + errors.masked_fill(is_ignored, 0).sum()
         return LossTerms(loss, divergence, cross_entropy, unused_ids, features / len(self._blocks))

@@ -68,7 +68,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
             self._known = TokenIds.of(self._own.tokenizer, below=self._student.spec.vocabulary)
         self.num_samples, self.data_digest = self._source.num_samples, self._source.data_digest
         self._prompts = Prompts(recipe.evaluation, self.files.tokenizer, self.files.spec, self._student.spec)
-        # Refuses at the start what could not be continued at the end.
+        # Raises at the start for prompts that could not be continued at the end.
         self._prompts.of_recipe(self._source.held_out())
         features = recipe.task.losses.features
         self._feature_names = tuple(f"{FEATURES}{index}" for index in features.teacher_blocks if features.weight)
@@ -86,16 +86,16 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
 
     def notices(self) -> list[str]:
         sizes = self.files.spec.vocabulary, self._student.spec.vocabulary
-        found = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
+        lines = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
         if self._other_reading is not None:
-            found.append(
+            lines.append(
                 f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
                 "learns the teacher's tokens and is exported with the teacher's tokenizer"
             )
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
-            found.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
-        return [*found, *self._source.notices()]
+            lines.append(f"the student trains without dropout ({keys}), whose masks no two engines share")
+        return [*lines, *self._source.notices()]
 
     def check_samples(self) -> None:
         return None
@@ -106,7 +106,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         return False
 
     def missing_stage(self, dtype: torch.dtype) -> None:
-        # Wherever they are made, tokens are the same.
+        # Tokenising the same documents again gives the same tokens, so none can be missing.
         del dtype
 
     def kept_stages(self, dtype: torch.dtype) -> list[Stage]:
@@ -127,7 +127,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
 
     @property
     def _reads_head(self) -> bool:
-        """Whether this run makes the teacher's logits: not where a cache holds distributions."""
+        """Whether this run needs the teacher's output layer; not where a cache holds the teacher's distributions."""
         is_cached = self._recipe.teacher.placement == "cached" and self.needs_live_teacher
         return not is_cached or self._form.needs_head
 
@@ -136,7 +136,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         return (self._student.spec.block_class,)
 
     def build_student(self) -> LanguageStudent:
-        # The library loads models in eval mode, in which it checkpoints no activations.
+        # transformers loads models in eval mode, in which gradient checkpointing has no effect.
         return self._with_projections(self._student.build(self._known)).train()
 
     def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
@@ -165,9 +165,10 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         return self._source.settings
 
     def cached_inputs(self, dtype: torch.dtype) -> dict[str, Any]:
-        # Tokens and rows are in the data's digest.
+        # `data_digest` covers tokens and rows.
         inputs: dict[str, Any] = {"config": self.files.spec.config_values}
-        # Caches without this were made when all of these had another dtype than the library gives them.
+        # A cache without this key is of an older version, in which these tensors had another dtype than in
+        # transformers.
         others = self.files.spec.other_dtypes(dtype)
         return inputs | ({"other_dtypes": others} if others else {})
 
@@ -204,7 +205,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         rows = batch.batch
         if teacher_outputs is None:
             assert self._head is not None, "load_data loads it"
-            # With alpha 0 nobody asks the teacher; what it would say weighs nothing.
+            # With alpha 0 the teacher is not run: the divergence has weight 0, so its hidden states may be zeros.
             shape = rows.input_ids.numel(), self._head.weight.shape[1]
             target: Target = HiddenTarget.of(self._head.weight.new_zeros(shape), self._head)
         else:
@@ -251,19 +252,19 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
                 f"({EVALUATE_OTHERS}), or train with a share above 0 held out"
             )
         trained = self._read_student(run_dir, device)
-        of_logits = self._student.spec.logit_change, self.network.ids
-        before = frozen_model(self._student.build(self._known), device, *of_logits)
+        logit_options = self._student.spec.logit_change, self.network.ids
+        untrained = frozen_model(self._student.build(self._known), device, *logit_options)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        reader = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
-        students = {"student": trained, "untrained_student": before}
-        report = compare(reader, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
+        teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+        students = {"student": trained, "untrained_student": untrained}
+        report = compare(teacher_model, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
         teacher.close()
-        ours, theirs = self._student.spec.num_parameters, self.network.num_parameters()
+        student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
         return report | {
             "improvement": report["untrained_student_perplexity"] / report["student_perplexity"],
-            "student_params": ours,
-            "teacher_params": theirs,
-            "size_ratio": theirs / ours,
+            "student_params": student_params,
+            "teacher_params": teacher_params,
+            "size_ratio": teacher_params / student_params,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "teacher_dtype": str(dtype).removeprefix("torch."),
         }
@@ -279,24 +280,27 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         prompt_ids = self._prompts.tokenised(prompts)
         student = self._read_student(run_dir, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        reader = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
-        texts = {"teacher": self._continue(reader, prompt_ids), "student": self._continue(student, prompt_ids)}
+        teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+        texts = {"teacher": self._continue(teacher_model, prompt_ids), "student": self._continue(student, prompt_ids)}
         teacher.close()
         write_texts(output, self.files.tokenizer, prompt_ids, texts)
 
     def _with_projections(self, model: Any, objective: Objective | None = None) -> LanguageStudent:
-        features, ours = self._task.losses.features, self._student.spec
+        """The trained module around `model`; None = the recipe's objective."""
+        features, spec = self._task.losses.features, self._student.spec
         blocks = features.student_blocks if features.weight else ()
-        widths = ours.hidden_size, self.files.spec.hidden_size
-        of_logits = ours.logit_change, self.network.ids
+        widths = spec.hidden_size, self.files.spec.hidden_size
+        logit_options = spec.logit_change, self.network.ids
         return LanguageStudent(
-            model, objective or self._objective, ours.block_prefix, blocks, widths, self._recipe.seed, *of_logits
+            model, objective or self._objective, spec.block_prefix, blocks, widths, self._recipe.seed, *logit_options
         )
 
     def _continue(self, reader: FrozenModel, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The token ids that `reader` generates after each prompt."""
         count, pad_id = self._recipe.evaluation.max_new_tokens, self._source.pad_id
         return generate_greedily(reader.hidden_of, reader.head, prompt_ids, count, pad_id)
 
     def _read_student(self, run_dir: Path, device: torch.device) -> FrozenModel:
-        of_logits = self._student.spec.logit_change, self.network.ids
-        return read_exported(run_dir, self._task.trust_remote_code, device, *of_logits)
+        """The exported student of a run, in float32 on `device`."""
+        logit_options = self._student.spec.logit_change, self.network.ids
+        return read_exported(run_dir, self._task.trust_remote_code, device, *logit_options)

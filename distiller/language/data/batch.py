@@ -13,13 +13,13 @@ IGNORED = -100
 """The label of a position from which nothing is learnt."""
 
 ROW_MULTIPLE = 8
-"""Rows are padded to a multiple of this: the matrix units of GPUs want it, and fewer shapes are compiled."""
+"""Rows are padded to a multiple of so many tokens: GPUs multiply such shapes faster, and fewer shapes are compiled."""
 
 
 @final
 @dataclass(frozen=True)
 class TokenSample:
-    """One row, int64 on the CPU, each [L]; see `LanguageBatch` for the meaning of each tensor."""
+    """One row of L tokens: int64 tensors [L] on the CPU; see `LanguageBatch` for their meaning."""
 
     sample_id: int
     input_ids: Tensor
@@ -30,20 +30,20 @@ class TokenSample:
 @final
 @dataclass(frozen=True)
 class LanguageBatch:
-    """One micro-batch, padded on the right. Tensors are int64 [B, L]; L is a multiple of 8.
+    """One micro-batch of rows, padded on the right. Tensors are int64 [B, L] on any device; L is a multiple of 8.
 
-    No attention mask travels: under causal attention a real token never sees the padding on its right, and
-    transformers, when it is given no mask and no cache, reads from `position_ids` where one document of a row ends and
-    the next begins. Padding goes on with the last document, so that rows of one document each need no mask at all,
-    and GPUs run their fastest kernels.
+    There is no attention mask. Under causal attention a token never sees the padding on its right. Without a mask and a
+    cache, transformers finds the boundaries between the documents of a row in `position_ids`. The padding continues the
+    positions of the last document, so that rows of one document each have no boundary, need no mask at all, and run the
+    fastest attention kernels.
 
     Attributes:
-        sample_ids: the rows' places in the data.
-        input_ids: tokens; the tokenizer's pad id in the padding.
+        sample_ids: the rows' indices in the data set.
+        input_ids: token ids; the tokenizer's pad id in the padding.
         position_ids: starts again at 0 with every document of a packed row; below `padded_length` of the longest row.
         labels: the token that follows each position, or IGNORED where nothing is learnt: padding, prompts, the last
             token of a document.
-        lengths: real tokens of each row, on the host.
+        lengths: tokens of each row without padding.
     """
 
     sample_ids: tuple[int, ...]
@@ -53,7 +53,7 @@ class LanguageBatch:
     lengths: tuple[int, ...]
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LanguageBatch:
-        """The batch with every tensor changed."""
+        """The batch with `change` applied to every tensor."""
         return replace(
             self,
             input_ids=change(self.input_ids),
@@ -62,17 +62,17 @@ class LanguageBatch:
         )
 
     def pin_memory(self) -> LanguageBatch:
-        """Called by the DataLoader: page-locked memory, from which copies to a GPU do not block."""
+        """The batch in page-locked memory, from which copies to a GPU need not block. Called by the DataLoader."""
         return self.map(Tensor.pin_memory)
 
 
 def padded_length(length: int) -> int:
-    """The length of a batch whose longest row has so many tokens."""
+    """Tokens of each row, padding included, in a batch whose longest row has `length` tokens; at least 8."""
     return max(-(-length // ROW_MULTIPLE), 1) * ROW_MULTIPLE
 
 
 def collate(samples: Sequence[TokenSample], pad_id: int) -> LanguageBatch:
-    """Pads rows to their longest, rounded up to a multiple of 8, on the CPU."""
+    """Pads rows on the right to the longest of them, rounded up to a multiple of 8. Runs on the CPU."""
     lengths = tuple(len(sample.input_ids) for sample in samples)
     shape = len(samples), padded_length(max(lengths))
     input_ids = torch.full(shape, pad_id)
@@ -89,12 +89,13 @@ def collate(samples: Sequence[TokenSample], pad_id: int) -> LanguageBatch:
 @final
 @dataclass(frozen=True)
 class MaskedBatch:
-    """A micro-batch as the loop carries it: its tensors anywhere, its loss mask on the host.
+    """A micro-batch of the training loop: its tensors on any device, its loss mask on the CPU.
 
     Attributes:
-        loss_mask: [B L] bool, on the CPU: which positions are learnt. The host would have to wait for a GPU to learn
-            how many they are.
-        num_learnt: how many of them are true.
+        batch: the rows.
+        loss_mask: [B L] bool, on the CPU: which positions are learnt. On a GPU, the host would have to wait to count
+            them.
+        num_learnt: how many entries of `loss_mask` are true.
     """
 
     batch: LanguageBatch
@@ -103,11 +104,11 @@ class MaskedBatch:
 
     @staticmethod
     def of(samples: Sequence[TokenSample], pad_id: int) -> MaskedBatch:
-        """Collates on the CPU."""
+        """Collates rows on the CPU; see `collate`."""
         batch = collate(samples, pad_id)
         loss_mask = (batch.labels != IGNORED).flatten()
         return MaskedBatch(batch, loss_mask, int(loss_mask.sum()))
 
     def pin_memory(self) -> MaskedBatch:
-        """Called by the DataLoader."""
+        """The batch and its mask in page-locked memory. Called by the DataLoader."""
         return replace(self, batch=self.batch.pin_memory(), loss_mask=self.loss_mask.pin_memory())

@@ -1,4 +1,4 @@
-"""Where documents come from: files, data sets, or the reference that travels with Python."""
+"""Sources of documents: text files, JSON lines, data sets, or the help texts of Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distiller.storage.packaged_files import local_path, looked_for
 from distiller.storage.stages import digest_files, digest_of
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
-"""What `datasets` calls the formats of single files."""
+"""Suffix of a single file -> the name of its format in `datasets`."""
 
 
 OTHER_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
@@ -29,21 +29,24 @@ OTHER_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".
 
 
 class Corpus(ABC):
-    """A source of documents in a fixed order. Made from names alone; raises UserError."""
+    """A source of documents in a fixed order.
+
+    Construction looks for the files and raises UserError where it finds none; documents are read by iteration.
+    """
 
     @property
     @abstractmethod
     def digest(self) -> str:
-        """The digest of everything that is read. Reads it."""
+        """The digest of everything that documents are read from. Reads it all; raises OSError or UserError."""
 
     @abstractmethod
     def __iter__(self) -> Iterator[Document]:
-        """The documents, blank ones included. Raises UserError for what cannot be read, naming file and line."""
+        """The documents, blank ones included. Raises UserError, naming file and line, for what cannot be read."""
 
 
 @final
 class TextFiles(Corpus):
-    """A document a file."""
+    """One document per file of plain text."""
 
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, ".txt")
@@ -66,7 +69,7 @@ class TextFiles(Corpus):
 
 @final
 class JsonLines(Corpus):
-    """A document a line; blank lines are none."""
+    """One document per line of JSON; blank lines are skipped."""
 
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, ".jsonl")
@@ -79,9 +82,9 @@ class JsonLines(Corpus):
         for file in self._files:
             try:
                 with file.open("rb") as stream:
-                    for number, line in enumerate(stream, start=1):
-                        origin = f"{file} line {number}"
-                        if text := _decoded(line, str(file), first_line=number).strip():
+                    for line_number, line in enumerate(stream, start=1):
+                        origin = f"{file} line {line_number}"
+                        if text := _decoded(line, str(file), first_line=line_number).strip():
                             yield document_of(_parsed(text, origin), origin)
             except OSError as error:
                 raise UserError(f"data.path: {file} cannot be read ({error.strerror})") from error
@@ -89,7 +92,7 @@ class JsonLines(Corpus):
 
 @final
 class DataSet(Corpus):
-    """A data set that `datasets` saved, or that it builds of local files."""
+    """One document per row of a data set that `datasets` saved, or that it builds from local files."""
 
     def __init__(self, path: str, split: str) -> None:
         self._path, self._split = local_path(path), split
@@ -109,41 +112,41 @@ class DataSet(Corpus):
     @property
     def digest(self) -> str:
         files = [self._path] if self._path.is_file() else _files_in(self._path)
-        # Files of one name in several folders hold different splits.
+        # Paths count as well: files of the same name in different folders hold different splits.
         return digest_of([[os.path.relpath(file, self._path), digest_files([file])] for file in sorted(files)])
 
     def __iter__(self) -> Iterator[Document]:
-        # Its cache does not know when a file's content has changed.
+        # A fresh cache: the usual one of `datasets` does not notice that the content of a file has changed.
         with tempfile.TemporaryDirectory() as cache:
-            for number, row in enumerate(self._open(cache)):
-                origin = f"{self._path} row {number}"
-                # A table has every column in every row, at every depth, filled with nulls where a row has none.
+            for index, row in enumerate(self._open(cache)):
+                origin = f"{self._path} row {index}"
+                # A table has every column in every row, also inside of objects, with null where a row has no such key.
                 yield document_of(without_nulls(row), origin)
 
     def _open(self, cache: str) -> Any:
         path = self._path
         try:
             if (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-                found = self._library.load_from_disk(str(path))
+                dataset = self._library.load_from_disk(str(path))
             elif path.is_file():
-                found = self._library.load_dataset(FORMATS[path.suffix], data_files=str(path), cache_dir=cache)
+                dataset = self._library.load_dataset(FORMATS[path.suffix], data_files=str(path), cache_dir=cache)
             else:
                 folder = _with_plain_folders(path, Path(cache)) if has_linked_folder(path) else path
-                found = self._library.load_dataset(str(folder), cache_dir=cache)
+                dataset = self._library.load_dataset(str(folder), cache_dir=cache)
         except Exception as error:
-            # Whatever the reader of one of a dozen formats raises.
+            # The reader of each format raises exceptions of its own.
             why = " ".join(str(error).split())
             raise UserError(f"data.path: datasets cannot read {path} ({type(error).__name__}: {why})") from error
-        if not isinstance(found, self._library.DatasetDict):
-            return found
-        if self._split not in found:
-            raise UserError(f"data.split: {path} has no {self._split}; there are: {', '.join(found)}")
-        return found[self._split]
+        if not isinstance(dataset, self._library.DatasetDict):
+            return dataset
+        if self._split not in dataset:
+            raise UserError(f"data.split: {path} has no {self._split}; there are: {', '.join(dataset)}")
+        return dataset[self._split]
 
 
 @final
 class PythonDocs(Corpus):
-    """The topics of Python's `help()`: 80 texts of English prose, 700 KB, other ones in every version of Python."""
+    """The topics of Python's `help()`: English texts that differ between versions of Python (3.11: 79, 465 KB)."""
 
     def __init__(self) -> None:
         try:
@@ -164,7 +167,7 @@ class PythonDocs(Corpus):
 
 
 def open_corpus(data: LanguageData) -> Corpus:
-    """The source that a recipe names. Raises UserError."""
+    """The source of documents that a recipe names. Raises UserError."""
     if data.kind == "python-docs":
         return PythonDocs()
     assert data.path is not None, "checked by the recipe"
@@ -174,37 +177,40 @@ def open_corpus(data: LanguageData) -> Corpus:
 
 
 def documents_of(corpus: Corpus, max_samples: int | None) -> Iterator[Document]:
-    """The first so many documents that are not blank."""
+    """The documents that are not blank, of which the first `max_samples`; None = all."""
     return islice((document for document in corpus if not is_blank(document)), max_samples)
 
 
 def _find_files(path: str, suffix: str) -> list[Path]:
-    """A file, a folder's files of a suffix at any depth, or a glob's; sorted by their paths."""
-    place = local_path(path)
-    if place.is_dir():
-        files = [file for file in files_below(place) if file.suffix == suffix]
+    """The file at `path`, a folder's files with this suffix at any depth, or the files of a glob; sorted by path.
+
+    Raises UserError where there are none.
+    """
+    local = local_path(path)
+    if local.is_dir():
+        files = [file for file in files_below(local) if file.suffix == suffix]
         if not files:
-            others = sorted({kind for file in files_below(place) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
+            others = sorted({kind for file in files_below(local) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
             hint = f"set data.kind={others[0]}" if others else f"give a glob, such as '{path}/**/*.md'"
             raise UserError(f"data.path: the folder {path} holds no *{suffix}; {hint}")
         return files
-    if place.exists():
-        return [place]
+    if local.exists():
+        return [local]
     if glob.has_magic(path):
-        files = files_matching(str(place))
+        files = files_matching(str(local))
         if not files:
             raise UserError(f"data.path: no file matches {path}")
         return files
-    raise UserError(f"data.path: {path} does not exist{looked_for(place)}; give a file, a folder or a glob")
+    raise UserError(f"data.path: {path} does not exist{looked_for(local)}; give a file, a folder or a glob")
 
 
 def _files_in(folder: Path) -> list[Path]:
-    """The files that `datasets` sees: it passes over links to nothing."""
+    """The files that `datasets` reads: it skips links whose target is missing."""
     return [file for file in files_below(folder) if file.is_file()]
 
 
 def _with_plain_folders(folder: Path, cache: Path) -> Path:
-    """The same tree of folders with links to the files: `datasets` skips folders that are links without a word."""
+    """Makes the same tree below `cache`, of real folders and links to files, since `datasets` skips linked folders."""
     mirror = cache / "linked" / folder.resolve().name
     for file in _files_in(folder):
         link = mirror / file.relative_to(folder)
@@ -214,6 +220,7 @@ def _with_plain_folders(folder: Path, cache: Path) -> Path:
 
 
 def _read(file: Path) -> bytes:
+    """The content of a file. Raises UserError."""
     try:
         return file.read_bytes()
     except OSError as error:
@@ -221,7 +228,7 @@ def _read(file: Path) -> bytes:
 
 
 def _decoded(content: bytes, origin: str, first_line: int) -> str:
-    """UTF-8 with or without BOM; errors name the line, counted from that of the content's start."""
+    """The text of UTF-8 bytes with or without BOM. Raises UserError with the line's number, from `first_line` on."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -236,6 +243,7 @@ def _decoded(content: bytes, origin: str, first_line: int) -> str:
 
 
 def _parsed(text: str, origin: str) -> Any:
+    """The value of a JSON text. Raises UserError."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -13,21 +13,29 @@ from transformers import PreTrainedTokenizerBase
 from distiller.errors import UserError, shown
 
 FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"role": ..., "content": ...}, ...]}'
+"""The forms of a row, for messages."""
 
 
 BESIDE = ("tools", "documents")
-"""Lists of objects that the library's `apply_chat_template` takes beside the messages."""
+"""Keys of a row with lists of objects that transformers' `apply_chat_template` takes beside the messages."""
 OWN_VARIABLES = "chat_template_kwargs"
-"""The name under which a row has further variables of its template; TRL's."""
+"""The key of a row with further variables for its chat template; TRL uses the same name."""
 NOT_THE_ROWS = ("functions", "chat_template", "add_generation_prompt", "continue_final_message")
-"""What would change how a conversation is written, and is not taken from a row: `functions` are `tools` by now."""
+"""Keys that are refused in a row with messages, since they would change how the template writes a conversation.
+
+`functions` is the old name of `tools`.
+"""
 ARGUMENTS = frozenset(inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters) - {"self", "kwargs"}
+"""The parameters of `apply_chat_template`: these names are no variables of a template."""
 
 
 @final
 @dataclass(frozen=True)
 class Text:
-    """Every token is learnt. `origin` names the place in errors: a file, and a line where it has several."""
+    """A text, of which every token is learnt.
+
+    `origin` says in messages where a document comes from: the file, and the line in a file with several documents.
+    """
 
     origin: str
     text: str
@@ -36,7 +44,7 @@ class Text:
 @final
 @dataclass(frozen=True)
 class Answer:
-    """The completion is learnt; it follows the prompt without anything between them."""
+    """A prompt and its completion, joined without anything between them. Only the completion is learnt."""
 
     origin: str
     prompt: str
@@ -46,29 +54,34 @@ class Answer:
 @final
 @dataclass(frozen=True)
 class Chat:
-    """The assistant's turns are learnt, as the tokenizer's chat template writes them."""
+    """A conversation, written by the tokenizer's chat template. Only the assistant's messages are learnt."""
 
     origin: str
     messages: tuple[dict[str, Any], ...]
     options: dict[str, Any] = field(default_factory=dict)
-    """What the template is given beside them: `tools`, `documents`, and variables of its own."""
+    """What the template is given beside the messages: `tools`, `documents`, and variables of the template's own."""
 
 
 Document = Text | Answer | Chat
 
 
 def document_of(row: Any, origin: str) -> Document:
-    """The document in a JSON object or a data set's row; keys that are none of its form's are left alone.
+    """The document in a JSON object or a data set's row. Keys that do not belong to the document's form are ignored.
 
-    Raises UserError: the row is of no known form, or of two.
+    Args:
+        row: the object or row, without null values (see `without_nulls`) where it is of a table.
+        origin: where the row comes from, for messages.
+
+    Raises:
+        UserError: the row has no known form or more than one, or a value of the wrong type.
     """
     if not isinstance(row, Mapping):
         raise UserError(f"data.path: {origin} is no JSON object: {shown(row)}; write {FORMS}")
-    found = [names for names in (("text",), ("prompt", "completion"), ("messages",)) if all(n in row for n in names)]
-    if len(found) != 1:
-        has = f"{len(found)} forms at once" if found else f"the keys {', '.join(map(str, row)) or '(none)'}"
+    forms = [names for names in (("text",), ("prompt", "completion"), ("messages",)) if all(n in row for n in names)]
+    if len(forms) != 1:
+        has = f"{len(forms)} forms at once" if forms else f"the keys {', '.join(map(str, row)) or '(none)'}"
         raise UserError(f"data.path: {origin} has {has}; write one of {FORMS}")
-    if found[0] == ("messages",):
+    if forms[0] == ("messages",):
         return Chat(origin, _messages_of(row["messages"], origin), _options_of(row, origin))
     for name in (*BESIDE, OWN_VARIABLES):
         if row.get(name):
@@ -76,70 +89,72 @@ def document_of(row: Any, origin: str) -> Document:
                 f"data.path: {origin} has {name} and no messages; a chat template alone reads them: write messages, or "
                 f"leave {name} out"
             )
-    for name in found[0]:
+    for name in forms[0]:
         _check_text(row[name], name, origin)
-    return Text(origin, row["text"]) if found[0] == ("text",) else Answer(origin, row["prompt"], row["completion"])
+    return Text(origin, row["text"]) if forms[0] == ("text",) else Answer(origin, row["prompt"], row["completion"])
 
 
 def is_blank(document: Document) -> bool:
-    """Whether it has nothing to learn: no text, no completion."""
+    """Whether there is nothing to learn, since the text or the completion is blank. A conversation is never blank."""
     if isinstance(document, Text):
         return not document.text.strip()
     return isinstance(document, Answer) and not document.completion.strip()
 
 
 def without_nulls(value: Any) -> Any:
-    """A table's value without the keys whose value is null, at every depth; elements of lists stay."""
+    """A table's value without the keys whose value is None, at every depth; None as an element of a list stays."""
     if isinstance(value, Mapping):
         return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _messages_of(messages: Any, origin: str) -> tuple[dict[str, Any], ...]:
-    # What reads a data set may hand out lists that are arrays.
+    # The type is checked first: an array, which some readers return for a list, has no truth value.
     if not isinstance(messages, list | tuple) or not messages:
         raise UserError(f"data.path: {origin}: messages is {shown(messages)}; it must be a list of role and content")
-    found = []
+    checked = []
     for message in messages:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise UserError(f"data.path: {origin}: {shown(message)} is no message; it needs a role and a content")
-        # Null stands for a key that is not there, as in OpenAI's format; templates would write "None".
+        # Null means that the key is absent, as in OpenAI's format; templates would write "None".
         given = {key: value for key, value in message.items() if value is not None}
         if "content" in given or not given.get("tool_calls"):
             _check_text(given.get("content"), "content", origin)
         _check_characters(given, "a message", origin)
-        found.append(given)
-    if not any(message["role"] == "assistant" for message in found):
+        checked.append(given)
+    if not any(message["role"] == "assistant" for message in checked):
         raise UserError(f"data.path: {origin}: no message has the role assistant, so there is no answer to learn")
-    return tuple(found)
+    return tuple(checked)
 
 
 def _options_of(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
+    """What the row gives its chat template beside the messages; see `Chat.options`. Raises UserError."""
     options = {}
     for name in BESIDE:
-        # Tables often hold it as text, since its objects have no columns in common.
+        # Tables often hold the list as JSON text, since its objects have no columns in common.
         value = _decoded(row.get(name), name, origin)
         if not value and value in (None, [], ()):
             continue
-        if not isinstance(value, list | tuple) or not all(isinstance(one, Mapping) for one in value):
+        if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
             raise UserError(f"data.path: {origin}: {name} is {shown(value)}; it must be a list of objects")
         options[name] = list(value)
-    own = _decoded(row.get(OWN_VARIABLES), OWN_VARIABLES, origin) or {}
-    if not isinstance(own, Mapping):
-        raise UserError(f"data.path: {origin}: {OWN_VARIABLES} is {shown(own)}; it must be an object")
-    taken = [name for name in own if name in ARGUMENTS or name == "messages"]
-    taken += [name for name in NOT_THE_ROWS if row.get(name) is not None]
-    if taken:
+    variables = _decoded(row.get(OWN_VARIABLES), OWN_VARIABLES, origin) or {}
+    if not isinstance(variables, Mapping):
+        raise UserError(f"data.path: {origin}: {OWN_VARIABLES} is {shown(variables)}; it must be an object")
+    refused = [name for name in variables if name in ARGUMENTS or name == "messages"]
+    refused += [name for name in NOT_THE_ROWS if row.get(name) is not None]
+    if refused:
         raise UserError(
-            f"data.path: {origin} says {taken[0]}, which is not the data's to say; a row may have messages, "
+            f"data.path: {origin} says {refused[0]}, which is not the data's to say; a row may have messages, "
             f"{', '.join(BESIDE)}, and {OWN_VARIABLES} with other variables of the template"
         )
-    options |= own
+    options |= variables
     _check_characters(options, "what its template is given", origin)
     return options
 
 
 def _decoded(value: Any, name: str, origin: str) -> Any:
+    """The value of a JSON text, None for a blank one; what is no text is returned unchanged. Raises UserError."""
     if not isinstance(value, str):
         return value
     try:
@@ -155,13 +170,13 @@ def _check_text(value: Any, name: str, origin: str) -> None:
 
 
 def _check_characters(value: Any, name: str, origin: str) -> None:
-    """Of all texts in a value."""
+    """Raises UserError where a text in `value`, at any depth, holds NUL or a lone surrogate."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             _check_characters(inner, str(key), origin)
     elif isinstance(value, list | tuple):
         for inner in value:
             _check_characters(inner, name, origin)
-    # JSON can spell halves of surrogate pairs, which are no characters and have no UTF-8.
+    # JSON can escape half of a surrogate pair, which is no character and cannot be encoded as UTF-8.
     elif isinstance(value, str) and (any("\ud800" <= character <= "\udfff" for character in value) or "\0" in value):
         raise UserError(f"data.path: {origin}: {name} holds characters that are no text (NUL or lone surrogates)")

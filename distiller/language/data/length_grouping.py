@@ -1,4 +1,4 @@
-"""Rows for evaluation in batches of similar lengths, so that little is padding."""
+"""Batches of rows with similar lengths for evaluation, so that there is little padding."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from distiller.language.data.batch import padded_length
 
 
 def batches_by_length(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """Rows' numbers in batches, the longest rows first: what does not fit into memory fails at once.
+    """Batches of row indices, the longest rows first, so that a batch too large for memory fails at once.
 
     Args:
         lengths: tokens of every row.
-        max_tokens: of a batch, padding included; a row that is longer is a batch of its own.
+        max_tokens: tokens of a batch, at most, padding included; a row that is longer is a batch of its own.
     """
     batches: list[list[int]] = []
     longest_first = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))

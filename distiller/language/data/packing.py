@@ -1,4 +1,4 @@
-"""Which tokens of which documents make up each row, and the rows as a data set."""
+"""Packing: which tokens of which documents make up each row, and the rows as a data set."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from distiller.language.data.token_store import TokenStore
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Rows made of pieces of documents; each has something to learn.
+    """Rows made of pieces of documents; in each row at least one token is learnt.
 
     Attributes:
-        pieces: int64 [P, 3], of each piece where it starts and ends in the store, and where its document ends.
-        row_starts: int64 [R + 1], the pieces of row r are those from row_starts[r] up to row_starts[r + 1].
-        num_cut: documents whose end is lost, since they are longer than a row.
-        num_left_out: documents in which nothing is learnt, among them those whose prompts fill a row.
+        pieces: int64 [P, 3]. For each piece, indices into the store's tokens: the piece's first token, one past its
+            last token, and one past the last token of its document.
+        row_starts: int64 [R + 1]: row r consists of the pieces row_starts[r] to row_starts[r + 1] - 1.
+        num_cut: number of documents that are longer than a row and lose their end.
+        num_left_out: number of documents in which nothing is learnt, also since the prompt alone fills a row.
     """
 
     pieces: NDArray[np.int64]
@@ -38,7 +39,7 @@ class Layout:
         return len(self.row_starts) - 1
 
     def split(self, num_last: int) -> tuple[Layout, Layout]:
-        """(all rows but the last so many, those); what is lost of documents is counted with the first."""
+        """All rows but the last `num_last`, and the last `num_last`. The first layout keeps the counts of documents."""
         row = len(self) - num_last
         piece = int(self.row_starts[row])
         return (
@@ -48,36 +49,36 @@ class Layout:
 
 
 def lay_out(store: TokenStore, documents: Iterable[int], max_length: int, splits: bool, joins: bool) -> Layout:
-    """Documents as rows of at most `max_length` tokens, in the documents' order.
+    """Arranges documents in rows of at most `max_length` tokens, in the documents' order.
 
     Args:
-        store: what the documents are numbered in.
-        documents: their numbers.
-        max_length: tokens.
-        splits: a document that is too long goes on in the next row; otherwise it is cut. A document with a prompt is
-            always cut, since an answer without its prompt answers nothing.
-        joins: a document begins in the row in which the last one ended.
+        store: the documents' tokens.
+        documents: indices of the documents in the store.
+        max_length: tokens of a row, at most.
+        splits: whether a document that does not fit into its row goes on in the next one; otherwise its end is lost. A
+            document with a prompt is never split, since the next row would hold the answer without the prompt.
+        joins: whether a document may begin in the row in which the previous one ended.
     """
     pieces, row_starts = array("q"), array("q")
-    room = num_cut = num_left_out = 0
+    free_tokens = num_cut = num_left_out = 0
     for document in documents:
         start, end = int(store.starts[document]), int(store.ends[document])
         first_learnt, has_prompt = int(store.first_learnt[document]), bool(store.has_prompt[document])
         if first_learnt >= end - start or (has_prompt and first_learnt > max_length):
             num_left_out += 1
             continue
-        stays_whole = has_prompt or not splits
-        num_cut += stays_whole and end - start > max_length
-        needed = min(end - start, max_length) if stays_whole else 1
-        # A document's last token alone teaches nothing: the piece before it has learnt to say it.
+        is_unsplit = has_prompt or not splits
+        num_cut += is_unsplit and end - start > max_length
+        min_tokens = min(end - start, max_length) if is_unsplit else 1
+        # A last token alone makes no piece: it has no next token, and is itself a label of the piece before.
         while end - start > 1:
-            if not joins or room < needed:
+            if not joins or free_tokens < min_tokens:
                 row_starts.append(len(pieces) // 3)
-                room = max_length
-            piece_end = min(start + room, end)
+                free_tokens = max_length
+            piece_end = min(start + free_tokens, end)
             pieces.extend((start, piece_end, end))
-            room -= piece_end - start
-            start = end if stays_whole else piece_end
+            free_tokens -= piece_end - start
+            start = end if is_unsplit else piece_end
     return Layout(
         np.array(pieces, dtype=np.int64).reshape(-1, 3),
         np.append(np.array(row_starts, dtype=np.int64), len(pieces) // 3),
@@ -88,7 +89,10 @@ def lay_out(store: TokenStore, documents: Iterable[int], max_length: int, splits
 
 @final
 class TextData(Dataset[TokenSample]):
-    """Rows, indexed by (epoch, sample id); the same in every epoch. Reads a mapped file; int64 tensors on the CPU."""
+    """The rows of a layout, indexed by (epoch, sample id); each is the same in every epoch.
+
+    Reads tokens from the store's mapped file; samples are int64 tensors on the CPU.
+    """
 
     def __init__(self, store: TokenStore, layout: Layout) -> None:
         self._store, self._layout = store, layout
@@ -114,7 +118,7 @@ class TextData(Dataset[TokenSample]):
         )
 
     def _labels(self, start: int, end: int, document_end: int) -> torch.Tensor:
-        """Where a piece ends within its document, the token that follows is its last label."""
+        """The labels of a piece, int64 [end - start]: its document's next token where that is learnt, else IGNORED."""
         following = slice(start + 1, min(end + 1, document_end))
         labels = torch.full((end - start,), IGNORED)
         learnt = self._store.learnt[following]

@@ -19,25 +19,26 @@ from distiller.language.data.tokenization import DocumentTokenizer
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 3
-"""Of the stage's files and of what is made of a document; another number is another key."""
+"""Version of the stage's files and of how documents become tokens; a part of the stage's key."""
 
 
 EVALUATE_OTHERS = "distiller evaluate RUN data.path=OTHERS data.held_out=0.9"
-"""How a run is measured on documents that it did not hold out."""
+"""The command that evaluates a run on documents other than those it held out; for messages."""
 
 
 @final
 class LanguageSource:
-    """Everything is known once it is made, since how many rows there are depends on the tokens.
+    """The rows of a recipe's documents. Construction tokenises all of them, since the tokens decide the number of rows.
 
-    The first process to be made tokenises, behind a lock, the others find its result; no process group is needed.
+    One process tokenises and holds a file lock; the others wait for the lock and then read the result. No process group
+    is needed.
 
     Attributes:
-        num_samples: rows to train on.
+        num_samples: number of rows to train on.
         data_digest: changes with anything that changes a row.
-        stage: with the documents' tokens.
-        settings: what of it is no document, by the names of the recipe's keys.
-        pad_id: what `collate` fills rows up with.
+        stage: its folder holds the documents' tokens.
+        settings: what decides the rows beside the documents: the tokenizer's digest and values of the recipe's keys.
+        pad_id: the token id with which `collate` pads rows.
     """
 
     def __init__(
@@ -46,8 +47,11 @@ class LanguageSource:
         """Reads all documents, and tokenises them if no run has. Does not communicate. Raises UserError.
 
         Args:
+            recipe: its `data` section and folder for stages are read.
+            tokenizer_folder: the folder of the teacher's tokenizer.
             trusts_code: whether the folder's Python files may be run.
-            vocabulary: the models have no ids from this one on; None = they have all of the tokenizer's.
+            vocabulary: number of ids that both models have; a token id must be less. None = they have all of the
+                tokenizer's.
         """
         data: LanguageData = recipe.data
         self._data, corpus = data, open_corpus(data)
@@ -67,10 +71,10 @@ class LanguageSource:
         }
         self.stage = stage = Stage("tokens", key, recipe.stages_dir)
         try:
-            # Whoever comes first: if its documents are wrong, the next one finds the same and says so, and none waits.
+            # Any process may be the maker: invalid documents raise the same error in each, and none waits.
             stage.make_once(True, lambda: tokenise_corpus(stage, corpus, tokenizer, data.max_samples))
         except (OSError, SafetensorError) as error:
-            # A full disk reaches us as a SafetensorError, which is no OSError.
+            # safetensors reports a full disk as SafetensorError, which is no OSError.
             raise UserError(f"the tokens cannot be written to {stage.folder} ({error}); set cache_dir=...") from error
         self._store = TokenStore(stage.folder)
         if vocabulary is not None and tokenizer.num_ids > vocabulary:
@@ -78,11 +82,12 @@ class LanguageSource:
         held_out = held_out_documents(len(self._store), data.held_out)
         training = (index for index in range(len(self._store)) if index not in held_out)
         self._training = lay_out(self._store, training, data.max_length, splits=data.packing, joins=data.packing)
-        # Never joined: a row's loss is then one document's, and batches are made of rows of one length.
+        # Not joined, so that the loss of a row is that of one document. There is little padding to save: evaluation
+        # makes batches of rows with similar lengths.
         self._held_out = lay_out(self._store, sorted(held_out), data.max_length, splits=data.packing, joins=False)
         splits_document = len(self._store) == 1 and data.held_out > 0 and len(self._training) > 1
         if splits_document:
-            # Of a single document, its end.
+            # A single document is not held out whole: its last rows are.
             num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
             self._training, self._held_out = self._training.split(num_rows)
         self.num_samples = len(self._training)
@@ -94,12 +99,13 @@ class LanguageSource:
             )
         laid_out = {"max_length": data.max_length, "packing": data.packing, "held_out": data.held_out}
         self.settings = {"tokenizer": tokenizer.digest, **laid_out}
-        # Older versions trained on all rows of a single document: their runs must not be measured on its last ones.
+        # Older versions trained on all rows of a single document. Their digest differs, so that their runs are not
+        # evaluated on rows that they were trained on.
         rows = ["the last rows of one document are held out"] * splits_document
         self.data_digest = digest_of([self._store.digest, *laid_out.values(), *rows])
 
     def prepare(self, ranks: Ranks) -> None:
-        """Says, on rank 0, what there is to learn from, and what of the documents is lost. Does not communicate."""
+        """Prints on rank 0 the numbers of rows and tokens, and of documents cut or left out. Does not communicate."""
         for name, layout in (("training", self._training), ("held out", self._held_out)):
             ranks.print(f"{name}: {self._described(layout)}")
             limit = f"data.max_length {self._data.max_length}"
@@ -112,7 +118,7 @@ class LanguageSource:
                 )
 
     def notices(self) -> list[str]:
-        """What a user should know of the data before a run: a line each."""
+        """Lines that a user should read before a run; see `distiller.tasks.interfaces.Checkable.notices`."""
         if len(self._held_out) or not self._data.held_out:
             return []
         only = " (a single document of one row)" if len(self._store) == 1 else ""
@@ -126,31 +132,33 @@ class LanguageSource:
         return TextData(self._store, self._training)
 
     def held_out(self) -> TextData:
-        """The rows that training never sees, in the documents' order, each of one document; empty with held_out 0."""
+        """The rows that are not trained on, in the documents' order, each of one document; empty with held_out 0."""
         return TextData(self._store, self._held_out)
 
     def _described(self, layout: Layout) -> str:
+        """The numbers of rows and tokens, in words."""
         num_tokens = int((layout.pieces[:, 1] - layout.pieces[:, 0]).sum())
         return f"{len(layout)} rows of at most {self._data.max_length} tokens, {num_tokens} in all"
 
 
 def held_out_documents(num_documents: int, share: float) -> set[int]:
-    """Which documents are held out: those whose number's hash is small; at least one where a share is asked for.
+    """Indices of the held-out documents: those for which a hash of the index, in [0, 1), is below `share`.
 
-    The same for every seed, so that runs are compared on the same; more documents behind them change no choice. A
-    single document is none of them: its last rows are held out.
+    At least one document is held out where `share` is above 0, and at least one is not. A single document is not held
+    out: its last rows are (see `LanguageSource`). The choice does not depend on the seed, so that runs are compared on
+    the same documents; documents that are appended do not change it, unless the hashes alone chose none or all.
     """
     if share == 0 or num_documents < 2:
         return set()
-    chosen, first, last = set(), (2.0, 0), (-1.0, 0)
+    chosen, lowest, highest = set(), (2.0, 0), (-1.0, 0)
     for index in range(num_documents):
-        place = _hash(index), index
-        first, last = min(first, place), max(last, place)
-        if place[0] < share:
+        hashed = _hash(index), index
+        lowest, highest = min(lowest, hashed), max(highest, hashed)
+        if hashed[0] < share:
             chosen.add(index)
-    return (chosen or {first[1]}) - ({last[1]} if len(chosen) == num_documents else set())
+    return (chosen or {lowest[1]}) - ({highest[1]} if len(chosen) == num_documents else set())
 
 
 def _hash(index: int) -> float:
-    """A number in [0, 1)."""
+    """A number in [0, 1), the same on every machine."""
     return int.from_bytes(hashlib.blake2b(f"held out/{index}".encode(), digest_size=8).digest(), "little") / 2**64

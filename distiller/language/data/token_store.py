@@ -1,4 +1,4 @@
-"""Tokenised once: a keyed stage's folder of documents as tokens, memory-mapped by every process that reads them."""
+"""The tokens of all documents in a stage's folder: written once, memory-mapped by every process that reads them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,18 @@ from distiller.storage.stages import Stage, digest_files
 
 TOKENS_FILE = "tokens.safetensors"
 CHECKED_AT_ONCE = 2**24
+"""Tokens that `TokenStore.check_below` compares at a time."""
 DIGEST_FILE = "digest.txt"
-"""What the tokens are, whatever made them: a chat template may write the date, which no key knows."""
+"""Holds the digest of the tokens. The stage's key does not decide them alone: a chat template may write the date."""
 
 
 def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, max_samples: int | None) -> None:
-    """Writes the stage, or nothing. Called by one process.
+    """Writes the stage's folder, or removes it on any exception. Called by one process.
 
-    Tokens go to the disk as they come; of a document 17 bytes stay in memory.
+    Tokens are written to the disk as they are made; 17 bytes per document stay in memory.
 
-    Raises UserError for what is wrong with a document, and for a corpus without any.
+    Raises:
+        UserError: a document is invalid, or all of them are blank.
     """
     try:
         with GrowingTensors(stage.partial) as columns:
@@ -47,7 +49,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
 
 
 def _append(columns: GrowingTensors, documents: Iterable[TokenisedDocument]) -> dict[str, Tensor]:
-    """Adds the documents' tokens, and returns what is known of each document."""
+    """Appends the documents' tokens to `columns`; returns `ends`, `first_learnt` and `has_prompt` of `TokenStore`."""
     lengths, first_learnt, has_prompt = array("q"), array("q"), array("b")
     for document in tqdm(documents, desc="tokenise", unit="document", dynamic_ncols=True, leave=False):
         columns.append("tokens", torch.from_numpy(document.tokens))
@@ -59,28 +61,30 @@ def _append(columns: GrowingTensors, documents: Iterable[TokenisedDocument]) -> 
         raise UserError("data.path: there is no document that is not blank; give at least as many as one update takes")
     return {
         "ends": torch.tensor(lengths).cumsum(0),
-        # The first token of all can be said by nobody: nothing comes before it.
+        # Counted without the first token, which no position predicts.
         "first_learnt": torch.tensor(first_learnt),
         "has_prompt": torch.tensor(has_prompt).bool(),
     }
 
 
 def _first_learnt(learnt: NDArray[np.bool_]) -> int:
-    places = np.flatnonzero(learnt[1:])
-    return int(places[0]) + 1 if len(places) else len(learnt)
+    """The index of the first learnt token after the first token; the number of tokens where there is none."""
+    indices = np.flatnonzero(learnt[1:])
+    return int(indices[0]) + 1 if len(indices) else len(learnt)
 
 
 @final
 class TokenStore:
-    """A finished stage's documents. Its large tensors are views of the mapped file, which loader processes share.
+    """The documents of a finished stage. `tokens` and `learnt` view the mapped file, which loader processes share.
 
     Attributes:
-        tokens: int32 [N], all documents one after the other.
-        learnt: bool [N].
-        starts, ends: int64 [D], where each document lies in them.
-        first_learnt: int64 [D], counted from the document's start; at least 1, and its length where nothing is learnt.
-        has_prompt: bool [D], whether some of its tokens are not learnt.
-        digest: of all this.
+        tokens: tensor, int32 [N]: the token ids of all documents, one document after the other.
+        learnt: tensor, bool [N]: whether each token is learnt.
+        starts, ends: arrays, int64 [D]: document d has the tokens starts[d] to ends[d] - 1.
+        first_learnt: array, int64 [D]: index, from the document's start, of the first learnt token after the first
+            token; the document's length where there is none.
+        has_prompt: array, bool [D]: whether some of the document's tokens are not learnt.
+        digest: of the file with all of these.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -98,18 +102,18 @@ class TokenStore:
         return len(self.ends)
 
     def check_below(self, vocabulary: int) -> None:
-        """Reads all tokens; UserError for one that no model with so many ids has."""
+        """Raises UserError for a token id that is not below `vocabulary`. Reads all tokens."""
         for start in range(0, len(self.tokens), CHECKED_AT_ONCE):
             part = self.tokens[start : start + CHECKED_AT_ONCE]
-            if len(places := (part >= vocabulary).nonzero()):
-                place = int(places[0])
-                document = int(np.searchsorted(self.ends, start + place, side="right"))
+            if len(too_large := (part >= vocabulary).nonzero()):
+                index = int(too_large[0])
+                document = int(np.searchsorted(self.ends, start + index, side="right"))
                 raise UserError(
-                    f"data.path: document {document + 1} holds the token id {int(part[place])}, and teacher and "
+                    f"data.path: document {document + 1} holds the token id {int(part[index])}, and teacher and "
                     f"student have {vocabulary} ids in common; leave it out, or raise vocab_size in the config.json "
                     "of a model that knows the token"
                 )
 
     def __reduce__(self) -> tuple[type[TokenStore], tuple[Path]]:
-        # A loader process that is not forked maps the file too, instead of being sent a copy.
+        # Pickled as the folder: a loader process that is not forked maps the file itself and receives no copy.
         return TokenStore, (self._folder,)

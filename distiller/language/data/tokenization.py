@@ -1,4 +1,4 @@
-"""Documents become tokens, and it is said of every token whether it is learnt."""
+"""Tokenises documents, and marks which of their tokens are learnt."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -23,17 +23,18 @@ from distiller.language.data.documents import BESIDE, Answer, Chat, Document, Te
 from distiller.storage.stages import digest_of
 
 BATCH = 256
-"""Documents that are tokenised at once, by the tokenizer's own threads."""
+"""Documents that are tokenised in one call, on the tokenizer's own threads."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""The tag with which a chat template marks what the assistant generates."""
 Spans = Sequence[tuple[int, int]]
-"""Ranges of characters."""
+"""Ranges of characters: the first, and one past the last."""
 
 
 @final
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """Of one document: its tokens int32 [n], and bool [n], whether the model learns to say each of them."""
+    """The tokens of one document, int32 [n], and whether each of them is learnt, bool [n]."""
 
     tokens: NDArray[np.int32]
     learnt: NDArray[np.bool_]
@@ -41,22 +42,22 @@ class TokenisedDocument:
 
 @final
 class DocumentTokenizer:
-    """A tokenizer of the tokenizers library, and what it makes of each form of document.
+    """Turns documents of each form into tokens, with a fast tokenizer (of the tokenizers library).
 
     - A text is learnt whole, and ends with the end-of-text token where the tokenizer has one.
-    - An answer is tokenised together with its prompt, since words may join; tokens that end after the prompt are
-      learnt, and so is the end-of-text token after it.
-    - A conversation is what the chat template writes of it and of what stands beside it. Learnt is what the template
-      marks with `{% generation %}`, or else, for each of the assistant's turns, what it adds to the turns before and
-      their generation prompt.
+    - An answer is tokenised together with its prompt, since one token may hold the end of the prompt and the start of
+      the answer. Learnt are the tokens that end after the prompt, and the end-of-text token.
+    - A conversation is tokenised as the chat template writes it, with its tools and documents. Learnt is what the
+      template marks with `{% generation %}`. Where it has no such mark, learnt is, for each message of the assistant,
+      what the template adds to the previous messages and their generation prompt.
     """
 
     def __init__(self, folder: Path, trusts_code: bool = False) -> None:
-        """`trusts_code`: whether Python files of the folder may be run. Raises UserError for what is none there."""
+        """`trusts_code`: whether Python files of the folder may be run. Raises UserError without a fast tokenizer."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trusts_code)
         except Exception as error:
-            # Whatever a damaged or missing file makes of the classes that it is tried with.
+            # Each tokenizer class of transformers raises exceptions of its own for damaged and missing files.
             why = " ".join(str(error).split())[:200]
             raise UserError(f"{folder}: holds no tokenizer that transformers reads ({why})") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -66,41 +67,42 @@ class DocumentTokenizer:
             )
         self._tokenizer = tokenizer
         self._written: set[str] = set()
-        """Of `BESIDE`, what the chat template was seen to write."""
+        """Keys of `BESIDE` that are known to change what the chat template writes."""
         pad_ids: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self._pad_ids = [int(token_id) for token_id in pad_ids if token_id is not None]
 
     @property
     def num_ids(self) -> int:
-        """All ids of tokens are below it."""
+        """The largest token id plus 1."""
         return max(self._tokenizer.get_vocab().values(), default=-1) + 1
 
     def pad_id(self, vocabulary: int | None = None) -> int:
-        """What rows are filled up with: an id below `vocabulary`. What it is has no effect, since it is masked."""
+        """The token id of the padding, below `vocabulary`. It has no effect on the loss: padding is not learnt."""
         return next((i for i in self._pad_ids if vocabulary is None or i < vocabulary), 0)
 
     @property
     def digest(self) -> str:
-        """The digest of what it does, wherever it was read from."""
+        """The digest of all that decides the tokens; the same for each folder with the same tokenizer."""
         tokenizer = self._tokenizer
-        # Chat templates are given the special tokens by their names.
+        # A chat template can read the special tokens by these names.
         special = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
         return digest_of([tokenizer.backend_tokenizer.to_str(), tokenizer.chat_template, special])
 
     def tokenise(self, documents: Iterable[Document]) -> Iterator[TokenisedDocument]:
-        """In the documents' order. Raises UserError, naming the document."""
+        """Yields the tokens of each document, in the documents' order. Raises UserError, which names the document."""
         with _own_threads():
             remaining = iter(documents)
             while batch := list(islice(remaining, BATCH)):
                 yield from self._tokenise(batch)
 
     def _tokenise(self, documents: Sequence[Document]) -> Iterator[TokenisedDocument]:
+        """`tokenise` for one batch: conversations with marks one by one, all other documents in at most two calls."""
         plain = [index for index, document in enumerate(documents) if not isinstance(document, Chat)]
-        chats, found = [], dict[int, TokenisedDocument]()
+        chats, tokenised = [], dict[int, TokenisedDocument]()
         for index, document in enumerate(documents):
             if isinstance(document, Chat):
                 if self._has_marks(document):
-                    found[index] = self._tokenise_marked(document)
+                    tokenised[index] = self._tokenise_marked(document)
                 else:
                     chats.append(index)
         rendered = {index: self._render(documents[index]) for index in (*plain, *chats)}
@@ -117,11 +119,11 @@ class DocumentTokenizer:
                 verbose=False,
             )
             for index, ids, offsets in zip(indices, encoded["input_ids"], encoded["offset_mapping"], strict=True):
-                found[index] = self._assembled(documents[index], ids, offsets, rendered[index][1])
-        yield from (found[index] for index in range(len(documents)))
+                tokenised[index] = self._assembled(documents[index], ids, offsets, rendered[index][1])
+        yield from (tokenised[index] for index in range(len(documents)))
 
     def _render(self, document: Document) -> tuple[str, Spans]:
-        """The text of a document, and which of its characters are learnt."""
+        """The text of a document, and the ranges of its characters that are learnt."""
         if isinstance(document, Text):
             return document.text, ((0, len(document.text)),)
         if isinstance(document, Answer):
@@ -132,11 +134,15 @@ class DocumentTokenizer:
     def _assembled(
         self, document: Document, ids: list[int], offsets: list[tuple[int, int]], spans: Spans
     ) -> TokenisedDocument:
-        tokens, places = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
-        # Special tokens that the tokenizer adds lie nowhere in the text.
+        """The document with its end-of-text token; learnt are the tokens that overlap one of `spans`.
+
+        `offsets` are the range of characters of each token.
+        """
+        tokens, token_spans = np.array(ids, dtype=np.int32), np.array(offsets, dtype=np.int64).reshape(-1, 2)
+        # Special tokens that the tokenizer adds have the empty range (0, 0), so only a text's are learnt.
         learnt = np.full(len(tokens), isinstance(document, Text))
         for start, end in spans:
-            learnt |= (places[:, 1] > start) & (places[:, 0] < end)
+            learnt |= (token_spans[:, 1] > start) & (token_spans[:, 0] < end)
         end_of_text = self._tokenizer.eos_token_id
         if end_of_text is not None and not isinstance(document, Chat):
             if not len(tokens) or tokens[-1] != end_of_text:
@@ -145,9 +151,13 @@ class DocumentTokenizer:
         return TokenisedDocument(tokens, learnt)
 
     def _has_marks(self, chat: Chat) -> bool:
-        """Whether the chat template marks what the assistant generates. Raises UserError where it cannot serve."""
+        """Whether the chat template marks what the assistant generates.
+
+        Raises:
+            UserError: there is no chat template, or it ignores the conversation's tools or documents.
+        """
         try:
-            # With tools, some tokenizers have a template of its own.
+            # Some tokenizers have a separate template for conversations with tools.
             template = self._tokenizer.get_chat_template(tools=chat.options.get("tools"))
         except ValueError as error:
             raise UserError(
@@ -166,11 +176,13 @@ class DocumentTokenizer:
         return _GENERATION.search(template) is not None
 
     def _tokenise_marked(self, chat: Chat) -> TokenisedDocument:
+        """A conversation whose template marks what is learnt."""
         encoded = self._apply(chat, chat.messages, return_dict=True, return_assistant_tokens_mask=True)
         learnt = np.array(encoded["assistant_masks"], dtype=np.bool_)
         return TokenisedDocument(np.array(encoded["input_ids"], dtype=np.int32), learnt)
 
     def _render_chat(self, chat: Chat) -> tuple[str, Spans]:
+        """The conversation as the template writes it, and the ranges of the assistant's messages. Raises UserError."""
         messages, spans = chat.messages, []
         whole = self._apply(chat, messages, tokenize=False)
         for index, message in enumerate(messages):
@@ -187,7 +199,7 @@ class DocumentTokenizer:
         return whole, spans
 
     def _apply(self, chat: Chat, messages: Sequence[dict[str, Any]], **options: Any) -> Any:
-        """The chat template applied to some of its messages, with its options; UserError for what it raises."""
+        """Applies the chat template to these messages of a chat, with the chat's options. Raises UserError."""
         try:
             return self._tokenizer.apply_chat_template(list(messages), **chat.options, **options)
         except (TemplateError, TypeError, ValueError, KeyError) as error:
@@ -197,7 +209,7 @@ class DocumentTokenizer:
 
 @contextmanager
 def _own_threads() -> Iterator[None]:
-    """The tokenizer's threads, for as long as no process is forked: loader processes would inherit their locks."""
+    """Allows the tokenizer's threads inside the block only: processes forked later would inherit their locks."""
     name = "TOKENIZERS_PARALLELISM"
     given = os.environ.get(name)
     os.environ.setdefault(name, "true")

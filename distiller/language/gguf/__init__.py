@@ -1,1 +1,1 @@
-"""GGUF files (llama.cpp's format) as folders of transformers."""
+"""Conversion of GGUF files (llama.cpp's format) into model folders of transformers."""

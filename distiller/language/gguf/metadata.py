@@ -1,6 +1,6 @@
-"""What a GGUF file says of its model beyond what transformers' reader takes over: applied to the config, or refused.
+"""Applies to a config, or refuses, the metadata of a GGUF file that transformers' reader ignores.
 
-The reader maps some keys of each architecture and drops the others, without a word where they change the numbers:
+The reader maps some keys of each architecture and silently drops the others, even those that change the results:
 scaled rotary positions, sliding windows, caps of logits, widths of heads. Names of keys and tensors are those of
 llama.cpp (https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py).
 """
@@ -19,7 +19,7 @@ from distiller.errors import UserError
 from distiller.language.gguf.rope import ROPE_KEYS, apply_rope
 
 SECTIONS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-"""The reader's names of architectures that llama.cpp calls otherwise."""
+"""llama.cpp's name of an architecture -> the name in transformers' reader, where they differ."""
 
 WITHOUT_EFFECT = frozenset(
     [
@@ -28,7 +28,7 @@ WITHOUT_EFFECT = frozenset(
         *("decoder_start_token_id", "rope.scaling.finetuned"),
     ]
 )
-"""Keys of sizes, which the shapes of the tensors say again, and of nothing that is computed."""
+"""Keys that are ignored: sizes, which the shapes of the tensors hold as well, and what no result depends on."""
 
 ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "attention.key_length": ("head_dim",),
@@ -49,7 +49,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "residual_scale": ("residual_multiplier",),
     "embedding_scale": ("embedding_multiplier",),
 }
-"""Keys, and the first of these names that a config has gets the key's value."""
+"""Key -> names of config attributes; the first of them that the config has is set to the key's value."""
 
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
@@ -60,29 +60,33 @@ NEUTRAL: dict[str, Any] = {
     "expert_gating_func": 1,
     "pooling_type": 0,
 }
-"""Values with which a key changes nothing, beside 0."""
+"""Key -> the value, other than 0, with which it changes nothing."""
 
 
 def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[str, Any], origin: str) -> None:
-    """Brings a config to what the file says. Raises UserError, which `origin` begins, for what it cannot say.
+    """Sets the config's attributes to the values in the file.
 
     Args:
-        config: of the library, as its reader makes it of the file; changed in place.
-        metadata: the file's keys and values; of strings in a list, any value.
-        tensors: float32 numpy arrays by name, of those that hold factors of rotary positions.
+        config: a config of transformers, as the reader makes it from the file; changed in place.
+        metadata: the file's keys and values; the strings inside of lists are not read.
+        tensors: the file's factors of rotary positions, float32 arrays by the names in `FACTOR_TENSORS`.
+        origin: the file's name, with which messages begin.
+
+    Raises:
+        UserError: a key changes what the model computes, and the config has no attribute for it.
     """
     architecture = metadata["general.architecture"]
     prefix, known = f"{architecture}.", keys_taken(architecture, metadata, tuple(tensors))
-    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if architecture == "llama" and hasattr(config, "sliding_window"):
-        # Mistral's, which the reader tells from Llama by name; llama.cpp gives neither a window.
+        # The reader makes a Mistral config where the model's name says so; llama.cpp has no window for "llama".
         config.sliding_window = None
-    apply_rope(config, own, tensors, known, origin, prefix)
-    for key, value in own.items():
+    apply_rope(config, values, tensors, known, origin, prefix)
+    for key, value in values.items():
         if key in known or key in WITHOUT_EFFECT or key in ROPE_KEYS or value == NEUTRAL.get(key):
             continue
         if not value and not isinstance(value, bool):
-            # llama.cpp's way of saying that there is none.
+            # In llama.cpp, 0 or an empty value means that the model has no such feature.
             continue
         name = next((name for name in ATTRIBUTES.get(key, ()) if hasattr(config, name)), None)
         widths = ("attention.key_length", "attention.value_length")
@@ -96,13 +100,13 @@ def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[st
                 f"{type(config).__name__} has no such thing; give the model's folder of transformers instead"
             )
         if isinstance(value, float):
-            # A float32 of the file, where the library's own value is a short decimal number.
+            # The file has the float32 nearest to a short decimal number such as 1e-6; the config gets that number.
             value = float(f"{value:.7g}")
         setattr(config, name, value)
 
 
 def keys_taken(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
-    """The keys, without the architecture's name, that the library's reader makes something of."""
+    """The keys, without the architecture's prefix, that transformers' reader applies to the config."""
     if architecture in GGUF_CONFIG_ARCHS:
         read = _Recording(metadata)
         get_gguf_config(read, tuple(tensors))
@@ -112,7 +116,7 @@ def keys_taken(architecture: str, metadata: Mapping[str, Any], tensors: Collecti
 
 
 class _Recording(dict[str, Any]):
-    """Metadata that remembers which keys were asked for."""
+    """Metadata that records which keys are read."""
 
     def __init__(self, metadata: Mapping[str, Any]) -> None:
         super().__init__(metadata)

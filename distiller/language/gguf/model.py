@@ -1,7 +1,7 @@
-"""A GGUF file (llama.cpp's format) becomes a plain transformers folder once, in keyed stages.
+"""Converts a GGUF file (llama.cpp's format) into a transformers folder, once, in two keyed stages.
 
-What it is (config, tokenizer) is converted at once and without its weights, so that a recipe can be checked against
-it; the weights follow when they are needed.
+Config and tokenizer are converted first, so that a recipe can be checked against them; the weights are converted when
+they are needed.
 """
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
@@ -31,17 +31,18 @@ from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_files
 
 FORMAT = 2
-"""Of what is made of a file; another number is another key."""
+"""Version of the conversion; a part of the stages' keys."""
 
 HALVES = (torch.bfloat16, torch.float16)
+"""Dtypes in which `exact_dtype` tries to hold weights, in this order."""
 
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    # Its vocabulary was learnt with every digit apart; GPT-2's rule, which transformers falls back to, joins them.
+    # Its vocabulary was made with single digits; GPT-2's rule, which transformers falls back to, joins digits.
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     ),
 }
-"""Names that a file gives to its way of splitting text, and which transformers does not know."""
+"""A file's `tokenizer.ggml.pre` -> the rule for splitting text, for names that transformers does not know."""
 
 
 @final
@@ -53,7 +54,17 @@ class GgufModel:
     """
 
     def __init__(self, file: Path, stages_dir: Path | StageFolders) -> None:
-        """Converts the description if no run has, behind a lock. Does not communicate. Raises UserError."""
+        """Converts config and tokenizer unless a run has done so, under a file lock. Reads the file for its digest.
+
+        Does not communicate.
+
+        Args:
+            file: the .gguf file.
+            stages_dir: where the results are kept.
+
+        Raises:
+            UserError: the package gguf is missing, or the file cannot be read or converted.
+        """
         if importlib.util.find_spec("gguf") is None:
             raise UserError(f"{file} needs the package gguf to be read; pip install gguf")
         if not file.is_file():
@@ -71,24 +82,29 @@ class GgufModel:
         }
         stage = Stage("gguf-description", self._key, stages_dir)
         try:
-            # Whoever comes first: if the file is wrong, the next one finds the same and says so, and none waits.
+            # Any process may be the maker. If the file is invalid, each process raises the same error, and none waits.
             stage.make_once(True, lambda: self._describe(stage))
         except OSError as error:
             raise UserError(f"{file} cannot be converted in {stage.folder} ({error}); set cache_dir=...") from error
         self.description = stage.folder
 
     def convert(self, is_maker: bool) -> Path:
-        """The folder with config.json, the tokenizer's files and the weights in safetensors, converted if no run has.
+        """The folder with config.json, the tokenizer's files and the weights in safetensors; converts unless a run has.
 
-        The weights have float32's values of the file's blocks; they are stored in bfloat16 or float16 where each of
-        them is exactly such a number, else in float32. One process of a machine (`is_maker`) holds all of them in
-        float32 meanwhile; the others wait for its files, however long it takes, without a collective.
+        The weights are the file's blocks, dequantised to float32. They are stored in bfloat16 or float16 where every
+        weight has exactly the same value in that dtype, else in float32. One process of a machine (`is_maker`) converts
+        and holds all weights in float32 in host memory; the others poll for its files without a time limit. Does not
+        communicate.
+
+        Raises:
+            RunError: the weights cannot be read, or one is missing.
         """
         stage = Stage("gguf", self._key, self._stages_dir)
         stage.make_once(is_maker, lambda: self._convert(stage))
         return stage.folder
 
     def _describe(self, stage: Stage) -> None:
+        """Writes the stage with config and tokenizer. Raises UserError."""
         folder, name = self._file.parent, self._file.name
         try:
             tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=name, local_files_only=True)
@@ -96,7 +112,7 @@ class GgufModel:
             reader = importlib.import_module("gguf").GGUFReader(str(self._file))
             metadata, _ = read_gguf_metadata(str(self._file))
         except Exception as error:
-            # Whatever its readers make of a damaged file, or of a model that they do not know.
+            # Each reader raises exceptions of its own for damaged files and unknown models.
             why = " ".join(str(error).split())
             raise UserError(
                 f"{self._file} is not a complete GGUF file of a causal language model that transformers "
@@ -118,24 +134,26 @@ class GgufModel:
         stage.finish()
 
     def _build(self, config: Any) -> Any:
+        """A model of this config on the meta device. Raises UserError."""
         try:
             with torch.device("meta"):
                 return AutoModelForCausalLM.from_config(config)
         except Exception as error:
-            # Its metadata describe what the library has no model for.
+            # The metadata describe a model that transformers does not have.
             why = " ".join(str(error).split())
             raise UserError(
                 f"{self._file}: transformers cannot build a model of its metadata ({type(error).__name__}: {why})"
             ) from error
 
     def _convert(self, stage: Stage) -> None:
-        # Under ZeRO-3 transformers would partition the weights over ranks, of which this one alone is here.
+        """Writes the stage with config, tokenizer and weights. Raises RunError."""
+        # Under ZeRO-3 transformers would partition the weights over all ranks, and only this one runs the code.
         unset_hf_deepspeed_config()
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 self._file.parent,
                 gguf_file=self._file.name,
-                # The description's, since the library's own reading of the file drops some of what it says.
+                # The converted config, since transformers' own reading of the file drops some keys.
                 config=AutoConfig.from_pretrained(self.description),
                 dtype=torch.float32,
                 local_files_only=True,
@@ -156,7 +174,7 @@ class GgufModel:
         config.save_pretrained(stage.partial)
         AutoTokenizer.from_pretrained(self.description, local_files_only=True).save_pretrained(stage.partial)
         if config.tie_word_embeddings:
-            # Converted, a shared matrix would be two.
+            # Converting the dtype would make two tensors of a tied one, and both would be stored.
             state = {name: tensor for name, tensor in state.items() if name not in model.all_tied_weights_keys}
         save_torch_state_dict(
             {name: tensor.to(dtype) for name, tensor in state.items()},
@@ -168,7 +186,7 @@ class GgufModel:
 
 
 def exact_dtype(state: dict[str, Tensor]) -> torch.dtype:
-    """The smallest type that holds every one of these float32 tensors bit for bit."""
+    """The first of bfloat16, float16 and float32 that holds every value of these float32 tensors exactly."""
     for dtype in HALVES:
         if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in state.values()):
             return dtype
@@ -176,7 +194,7 @@ def exact_dtype(state: dict[str, Tensor]) -> torch.dtype:
 
 
 def _whole_weights() -> dict[str, Any]:
-    """Newer versions of transformers keep a file's blocks as they are, where they find a kernel, unless told not to."""
+    """Arguments of `from_pretrained` that dequantise: newer versions of transformers may keep the quantised blocks."""
     try:
         from transformers import GgufConfig
     except ImportError:

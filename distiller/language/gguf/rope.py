@@ -17,6 +17,7 @@ from distiller.errors import UserError
 LLAMA3_FACTORS = "rope_freqs.weight"
 LONG_FACTORS, SHORT_FACTORS = "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
+"""Names of the tensors with factors of rotary frequencies."""
 
 ROPE_KEYS = frozenset(
     [
@@ -25,7 +26,7 @@ ROPE_KEYS = frozenset(
         *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
     ]
 )
-"""Keys that are applied or compared here; every other key of rotary positions is refused where nobody takes it."""
+"""Keys that are applied or compared here. `apply_metadata` refuses others unless transformers' reader applies them."""
 
 LLAMA3_DEFAULTS = (1.0, 4.0, 8192)
 """Low and high frequency factor and original length of every Llama 3 model that Meta published."""
@@ -39,29 +40,37 @@ def apply_rope(
     origin: str,
     prefix: str,
 ) -> None:
-    """Sets `config.rope_parameters` to what the file says. Raises UserError, which `origin` begins.
+    """Sets `config.rope_parameters` to the values in the file.
 
     Args:
-        own: the architecture's keys, without `prefix`.
-        factors: float32 numpy arrays of `FACTOR_TENSORS`, where the file has them.
-        known: keys that the library's reader has applied.
+        config: a config of transformers, changed in place.
+        own: the values of the architecture's keys; keys are without `prefix`.
+        factors: the tensors of `FACTOR_TENSORS` that the file has, float32 arrays, one entry per frequency.
+        known: keys, without `prefix`, that transformers' reader has applied.
+        origin: the file's name, with which messages begin.
+        prefix: the architecture's prefix of keys, such as `llama.`.
+
+    Raises:
+        UserError: transformers' model has no such rotary positions.
     """
     if getattr(config, "rope_parameters", None) is None:
-        if said := sorted(
+        if unused_keys := sorted(
             key for key in own if key in ROPE_KEYS and key != "rope.dimension_count" and key not in known
         ):
-            raise UserError(f"{origin}: its key {prefix}{said[0]} is of rotary positions, which its model has not")
+            raise UserError(
+                f"{origin}: its key {prefix}{unused_keys[0]} is of rotary positions, which its model has not"
+            )
         return
     _check_width(config, own, known, origin, prefix)
-    # Of the whole model, or for each of its kinds of layers; of those, the sliding ones are never scaled.
-    given = config.rope_parameters
-    full = given.get("full_attention", given)
+    # One dictionary for the whole model, or one for each layer type. Layers of sliding attention are never scaled.
+    parameters = config.rope_parameters
+    full = parameters.get("full_attention", parameters)
     if "rope.freq_base" in own:
         full["rope_theta"] = float(own["rope.freq_base"])
     if "rope.freq_base_swa" in own:
-        if "sliding_attention" not in given:
+        if "sliding_attention" not in parameters:
             raise UserError(f"{origin}: {prefix}rope.freq_base_swa is of layers that its model has not")
-        given["sliding_attention"]["rope_theta"] = float(own["rope.freq_base_swa"])
+        parameters["sliding_attention"]["rope_theta"] = float(own["rope.freq_base_swa"])
     scaling = _scaling(config, own, factors, full["rope_theta"], origin, prefix)
     if scaling:
         full.update(scaling)
@@ -72,20 +81,24 @@ def apply_rope(
 
 
 def _check_width(config: Any, own: Mapping[str, Any], known: Collection[str], origin: str, prefix: str) -> None:
+    """Sets `partial_rotary_factor` where the file rotates another number of a head's channels than the config.
+
+    Raises UserError where the config has no such attribute.
+    """
     wanted = own.get("rope.dimension_count")
     if wanted is None or "rope.dimension_count" in known:
         return
     head_dim = getattr(config, "head_dim", None) or own.get("attention.key_length")
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
-    given = config.rope_parameters
-    share = given.get("full_attention", given).get("partial_rotary_factor")
+    parameters = config.rope_parameters
+    share = parameters.get("full_attention", parameters).get("partial_rotary_factor")
     share = share or getattr(config, "partial_rotary_factor", None) or 1.0
     if int(head_dim * share) == wanted:
         return
     if share == 1.0 and wanted == own.get("attention.key_length"):
         return
-    if hasattr(config, "partial_rotary_factor") or "partial_rotary_factor" in given:
-        given["partial_rotary_factor"] = wanted / head_dim
+    if hasattr(config, "partial_rotary_factor") or "partial_rotary_factor" in parameters:
+        parameters["partial_rotary_factor"] = wanted / head_dim
         return
     raise UserError(
         f"{origin}: by its key {prefix}rope.dimension_count {wanted} of {head_dim} channels of a head are turned, and "
@@ -96,7 +109,7 @@ def _check_width(config: Any, own: Mapping[str, Any], known: Collection[str], or
 def _scaling(
     config: Any, own: Mapping[str, Any], factors: Mapping[str, Any], theta: float, origin: str, prefix: str
 ) -> dict[str, Any]:
-    """What `rope.scaling.*` and the long factors mean; empty where positions are not scaled."""
+    """The entries of `rope_parameters` for `rope.scaling.*` and LongRoPE; empty without scaling. Raises UserError."""
     del theta
     kind = own.get("rope.scaling.type")
     factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
@@ -144,7 +157,18 @@ def _scaling(
 
 
 def _llama3(factors: np.ndarray, theta: float, origin: str) -> dict[str, Any]:
-    """The parameters of Llama 3's scaling of which these factors, one for each frequency, come."""
+    """The entries of `rope_parameters` for Llama 3's scaling that give these factors.
+
+    A file holds only the factors. The published models' parameters are tried first, then a fit.
+
+    Args:
+        factors: float64 array of what each rotary frequency is divided by.
+        theta: base of the rotary frequencies.
+        origin: the file's name, with which messages begin.
+
+    Raises:
+        UserError: no parameters give these factors.
+    """
     wavelengths = 2 * math.pi * theta ** (np.arange(len(factors)) / len(factors))
     largest = float(f"{factors.max():.6g}")
     candidates = [LLAMA3_DEFAULTS]
@@ -153,7 +177,8 @@ def _llama3(factors: np.ndarray, theta: float, origin: str) -> dict[str, Any]:
         # Between the two ends the inverse factor is linear in the frequency.
         smooth = (1 / factors[between] - 1 / largest) / (1 - 1 / largest)
         slope, offset = np.polyfit(1 / wavelengths[between], smooth, 1)
-        # Only the products count; so the low factor is 1, as it is in every published model.
+        # Low factor, high factor and original length may be scaled together without effect. The low factor is set to
+        # 1, as in every published model.
         if offset < 0 < slope:
             candidates.append((1.0, (1 - offset) / -offset, round(slope / -offset)))
     for low, high, original in candidates:
@@ -172,5 +197,9 @@ def _llama3(factors: np.ndarray, theta: float, origin: str) -> dict[str, Any]:
 
 
 def _llama3_factors(wavelengths: np.ndarray, factor: float, low: float, high: float, original: float) -> np.ndarray:
+    """What Llama 3's scaling divides each rotary frequency by; wavelengths and original length in tokens.
+
+    The formula is that of `_compute_llama3_parameters` in transformers' modeling_rope_utils.py.
+    """
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)
     return 1 / ((1 - smooth) / factor + smooth)

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file, as far as they say what its model is; and that none of them is left out."""
+"""Reads the tensors of a GGUF file that decide the config, and checks that the model has a place for each tensor."""
 
 # Names that the libraries import lazily, or from C, without exporting them in their stubs.
 # pyright: reportPrivateImportUsage=false
@@ -16,11 +16,12 @@ from distiller.errors import UserError
 from distiller.language.gguf.rope import FACTOR_TENSORS
 
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
+"""Names of the input embedding and of the output layer."""
 
 
 def tensors_of(reader: Any, names: Collection[str]) -> dict[str, np.ndarray]:
-    """Those of these tensors that the file has, in float32."""
-    # Imported here, since it is an extra.
+    """The file's tensors with these names, dequantised: flat float32 arrays on the host, by name."""
+    # Imported here, since gguf is an optional dependency.
     dequantize = importlib.import_module("gguf").quants.dequantize
     return {
         tensor.name: np.asarray(dequantize(tensor.data, tensor.tensor_type), np.float32).reshape(-1)
@@ -30,22 +31,25 @@ def tensors_of(reader: Any, names: Collection[str]) -> dict[str, np.ndarray]:
 
 
 def has_own_output(reader: Any) -> bool:
-    """Whether the file's output layer is another matrix than its embedding, bit by bit as stored."""
+    """Whether the file has an output layer that differs, as stored, from the input embedding."""
     found = {tensor.name: tensor for tensor in reader.tensors if tensor.name in (EMBEDDING, OUTPUT)}
     if OUTPUT not in found or EMBEDDING not in found:
         return False
-    one, other = found[EMBEDDING], found[OUTPUT]
-    return one.tensor_type != other.tensor_type or not np.array_equal(one.data, other.data)
+    embedding, output = found[EMBEDDING], found[OUTPUT]
+    return embedding.tensor_type != output.tensor_type or not np.array_equal(embedding.data, output.data)
 
 
 def check_tensors(reader: Any, architecture: str, model: Any, origin: str) -> None:
-    """Raises UserError for a tensor that the model has no place for, and that the library's reader would drop.
+    """Raises UserError for a tensor that the model has no place for: transformers' reader would drop it silently.
 
     Args:
-        model: of the library, on the meta device.
+        reader: a `gguf.GGUFReader` of the file.
+        architecture: llama.cpp's name of it.
+        model: the model of transformers, on the meta device.
+        origin: the file's name, with which messages begin.
     """
     if architecture in GGUF_CONFIG_ARCHS:
-        # The library's newer reader reports what it does not know.
+        # transformers' newer reader, which reads these architectures, reports unknown tensors itself.
         return
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=model.config.to_dict())
     known = {*get_gguf_hf_weights_map(model, processor), *FACTOR_TENSORS, OUTPUT}
