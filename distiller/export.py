@@ -1,4 +1,4 @@
-"""The trained student out of a checkpoint's pieces, in its library's own format."""
+"""Writes the trained student from a checkpoint's pieces, in the format of its library."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from distiller.training.loop import Run
 def export_run(run: Run) -> None:
     """Writes `student/`. Every rank calls it, after the last save. Communicates.
 
-    Out of the final checkpoint's files where there is one, else out of the ranks' memory: a student must not be lost
-    because a checkpoint, which takes three times its room, could not be written.
+    Reads the final checkpoint's files if there are any, else gathers the weights from the ranks' memory: a student must
+    not be lost because a checkpoint, which takes three times its space, could not be written.
 
     Raises:
-        AgreedError: on every rank, where rank 0 cannot write it.
+        AgreedError: on every rank, if rank 0 cannot write the student.
     """
     saved, target = run.checkpoints.saved_result(run.last_step), Path(run.recipe.output_dir) / "student"
     gathered = run.checkpoints.gathered_result() if saved is None else {}
@@ -36,10 +36,10 @@ def export_run(run: Run) -> None:
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         except (OSError, SafetensorError) as error:
-            # A full disk reaches us as a SafetensorError, which is no OSError.
+            # safetensors reports a full disk as a SafetensorError, which is no OSError.
             raise AgreedError(f"{target}: cannot be written ({_reason(error)}); make room and pass --resume") from error
 
-    # Not an NCCL barrier: a large student takes rank 0 longer than that has patience.
+    # Over gloo and not NCCL, whose timeout is too short for rank 0 to write a large student.
     run.ranks.broadcast_from_main(write)
 
 
@@ -47,10 +47,10 @@ def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:
     """Writes the student of any checkpoint to a new folder. One process; needs neither GPU nor engine.
 
     Raises:
-        UserError: it is damaged or of an older version, or the folder cannot be written.
+        UserError: the checkpoint is damaged or of an older version, or `target` cannot be written.
     """
     refuse_older(folder)
-    # Before any header is believed.
+    # Before any file's header is trusted.
     damage = find_damage(folder, read_progress_file(folder), 0, 1)
     if damage is not None:
         raise UserError(f"{damage}; export another checkpoint of that run")
@@ -61,7 +61,7 @@ def export_checkpoint(task: Task[Any, Any], folder: Path, target: Path) -> None:
 
 
 def find_checkpoint(given: Path) -> Path:
-    """The checkpoint that a path means: itself, or a run's newest. UserError where there is none."""
+    """The checkpoint that `given` is, or the newest one of the run in `given`. Raises UserError if there is none."""
     if any((given / name).exists() for name in (PROGRESS_FILE, *OLDER_NAMES)):
         return given
     steps = steps_in(given / "checkpoints")
@@ -79,6 +79,7 @@ def _read(folder: Path) -> dict[str, Tensor]:
 
 
 def _write(task: Task[Any, Any], state: dict[str, Tensor], target: Path) -> Path:
+    """Writes to a temporary folder beside `target`, for the caller to rename; leaves nothing behind after an error."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -1,1 +1,1 @@
-"""Teacher outputs on disk: written once by `distiller cache`, read by loader processes instead of asking a teacher."""
+"""The teacher's outputs on disk: written once by `distiller cache`, then read by loader processes."""

@@ -1,4 +1,4 @@
-"""What a cache's content depends on, and in what a recipe's differs from it."""
+"""The key of a cache (everything that its content depends on), and how two keys differ."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ FORMAT = 1
 
 
 def content_key(recipe: Recipe, task: Cacheable[Any, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Everything that a stored output depends on, as JSON can hold it. Reads the teacher's files for their digest.
+    """Everything that a stored output depends on, in JSON's types. Reads the teacher's files for their digest.
 
-    What only decides which outputs are asked for when (order, world size, batch size) is not in it; nor are the
-    placement and the libraries' versions, which the manifest records.
+    Left out is what only decides when an output is computed (order, world size, batch size), and the placement and the
+    libraries' versions, which the manifest records.
     """
     network = task.network
     files = [file for name in network.module_names for file in network.weight_files(name)]
@@ -33,25 +33,30 @@ def content_key(recipe: Recipe, task: Cacheable[Any, Any], dtype: torch.dtype) -
             "quantization": recipe.teacher.quantization,
         },
         "train": {"tf32": recipe.train.tf32},
-        # The digest last: what it is made of is named where that can be.
+        # The digest last, so that `first_difference` names a setting rather than the digest that depends on it.
         "data": {**task.data_settings(), "samples": task.num_samples, "digest": task.data_digest},
         "form": task.cached_form(),
     }
     if task.has_draws:
         key["seed"] = recipe.seed
-    # Last: what it names is often the user's key in another dress.
+    # Last, since these values often follow from a key above, which `first_difference` should name instead.
     key["inputs"] = task.cached_inputs(dtype)
-    # As it will be read back: JSON has no tuples.
+    # As it will be read back from a file: JSON turns tuples into lists.
     return json.loads(json.dumps(key))
 
 
 def first_difference(held: Mapping[str, Any], asked: Mapping[str, Any], prefix: str = "") -> str | None:
-    """The first field, in the order of what is asked, in which the two differ, and both values; None without any."""
+    """In words, the first field in which two keys differ, and both values; None if the keys are equal.
+
+    Args:
+        held: the key of the cache.
+        asked: the key of the recipe; fields are compared in its order.
+    """
     for name in [*asked, *(name for name in held if name not in asked)]:
-        field, ours, theirs = f"{prefix}{name}", asked.get(name), held.get(name)
-        if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
-            if (found := first_difference(theirs, ours, f"{field}.")) is not None:
+        field, asked_value, held_value = f"{prefix}{name}", asked.get(name), held.get(name)
+        if isinstance(asked_value, Mapping) and isinstance(held_value, Mapping):
+            if (found := first_difference(held_value, asked_value, f"{field}.")) is not None:
                 return found
-        elif ours != theirs:
-            return f"{field} is {shown(theirs)} there and {shown(ours)} here"
+        elif asked_value != held_value:
+            return f"{field} is {shown(held_value)} there and {shown(asked_value)} here"
     return None

@@ -1,4 +1,4 @@
-"""Which stored output lies where: shards of samples that training meets one after the other."""
+"""The shard and the row in which each stored output is."""
 
 from __future__ import annotations
 
@@ -16,54 +16,59 @@ from distiller.data.rng import sample_order
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Each draw has shards of its own, in which samples lie in the order of that epoch.
+    """Each draw has its own shards, in which samples are in the order of that epoch.
 
-    So a run in this order reads files from front to back, and the teacher is asked for the micro-batches that a live
-    run of this order and `train.batch_size` asks for, whatever the number of ranks: the outputs' last bits can depend
-    on what else is in a batch. Any other order, world size and batch size can be read too.
+    So a run in this order reads files from front to back. And while the cache is written, the teacher gets the same
+    micro-batches as in a run without a cache of the same order and `train.batch_size`, with any number of ranks: the
+    last bits of an output can depend on the other samples of its batch. A run with another order, world size or batch
+    size can read the cache too.
+
+    Attributes:
+        draws: epochs whose outputs are stored; each epoch draws its own noise, timesteps and so on.
+        per_shard: samples in each shard but the last of a draw.
+        seed: of the order of samples.
     """
 
     num_samples: int
     draws: int
     per_shard: int
     seed: int
-    """Of the order."""
 
     @property
     def num_items(self) -> int:
-        """Outputs in all."""
+        """Number of samples' outputs in all draws."""
         return self.num_samples * self.draws
 
     @property
     def shards_per_draw(self) -> int:
-        """Files of each draw."""
+        """Number of shards, and files, of each draw."""
         return -(-self.num_samples // self.per_shard)
 
     @property
     def num_shards(self) -> int:
-        """Files in all."""
+        """Number of shards, and files, of all draws."""
         return self.draws * self.shards_per_draw
 
     def keys_of(self, shard: int) -> list[SampleKey]:
-        """(draw, sample id) of what a shard holds, in its order."""
-        draw, number = divmod(shard, self.shards_per_draw)
-        ids = _order(self.seed, draw, self.num_samples)[number * self.per_shard : (number + 1) * self.per_shard]
+        """(draw, sample id) of each row of a shard."""
+        draw, index = divmod(shard, self.shards_per_draw)
+        ids = _order(self.seed, draw, self.num_samples)[index * self.per_shard : (index + 1) * self.per_shard]
         return [(draw, sample_id) for sample_id in ids]
 
     def size_of(self, shard: int) -> int:
-        """Samples in a shard."""
-        number = shard % self.shards_per_draw
-        return min(self.per_shard, self.num_samples - number * self.per_shard)
+        """Number of samples in a shard."""
+        index = shard % self.shards_per_draw
+        return min(self.per_shard, self.num_samples - index * self.per_shard)
 
     def locate(self, draw: int, sample_id: int) -> tuple[int, int]:
-        """(shard, row) of a sample's output."""
+        """(shard, row) of the outputs of a sample."""
         position = int(_positions(self.seed, draw, self.num_samples)[sample_id])
-        number, row = divmod(position, self.per_shard)
-        return draw * self.shards_per_draw + number, row
+        index, row = divmod(position, self.per_shard)
+        return draw * self.shards_per_draw + index, row
 
 
 def samples_per_shard(num_samples: int, draws: int, num_files: int, request_size: int) -> int:
-    """Samples a file: about `num_files` files in all, each of whole requests and none much shorter than the others.
+    """Samples in each file, for about `num_files` files of similar size in all draws, each of whole requests.
 
     Args:
         request_size: samples that the teacher is asked for at once.
@@ -74,7 +79,7 @@ def samples_per_shard(num_samples: int, draws: int, num_files: int, request_size
 
 
 def shard_name(shard: int) -> str:
-    """A shard's file."""
+    """Name of a shard's file."""
     return f"outputs-{shard:06d}.safetensors"
 
 
@@ -85,7 +90,7 @@ def _order(seed: int, draw: int, num_samples: int) -> list[int]:
 
 @functools.lru_cache(maxsize=2)
 def _positions(seed: int, draw: int, num_samples: int) -> Tensor:
-    """Where in a draw's order each sample stands, int64 [num_samples]."""
+    """Position of each sample id in a draw's order, int64 [num_samples]."""
     positions = torch.empty(num_samples, dtype=torch.int64)
     positions[torch.tensor(sample_order(seed, draw, num_samples))] = torch.arange(num_samples)
     return positions

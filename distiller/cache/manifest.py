@@ -1,4 +1,4 @@
-"""The two JSON files of a cache's folder: its key, written first, and its manifest, written last."""
+"""The two JSON files of a cache's folder: the key, written first, and the manifest, written last."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ MANIFEST_FILE = "manifest.json"
 @final
 @dataclass(frozen=True)
 class Manifest:
-    """A whole cache.
+    """Describes a complete cache.
 
     Attributes:
         key: what its content depends on; see `distiller.cache.key`.
-        outputs: names of what is stored of each sample.
-        shard_bytes: each shard's size.
-        bytes_per_sample, bytes_per_token: what the outputs take, without the files' own overhead.
-        made_with: placement, world size, batch size and versions; compared with nothing.
+        outputs: names of the tensors that are stored of each sample.
+        shard_bytes: size of each shard's file.
+        bytes_per_sample, bytes_per_token: size of the outputs, without the files' overhead.
+        made_with: placement, world size, batch size and versions; for information, never compared.
     """
 
     key: Mapping[str, Any]
@@ -41,13 +41,13 @@ class Manifest:
     made_with: Mapping[str, Any]
 
     def write(self, folder: Path) -> None:
-        """Marks the cache as complete."""
+        """Writes the manifest durably, which marks the cache as complete."""
         write_durably(folder / MANIFEST_FILE, json.dumps(asdict(self), indent=1) + "\n")
         sync_folder(folder)
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """UserError where the folder holds no complete cache."""
+    """The manifest of the cache in a folder. Raises UserError if the folder holds no complete cache."""
     file = folder / MANIFEST_FILE
     if not os.path.isfile(file):
         state = "is not complete" if os.path.isfile(folder / KEY_FILE) else "is no cache"
@@ -70,7 +70,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def check_key(folder: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-    """UserError with the first field in which the cache is not the recipe's."""
+    """Raises UserError, with the first difference, unless the cache's key `held` is the recipe's key `asked`."""
     if (found := first_difference(held, asked)) is not None:
         raise UserError(
             f"teacher.cache: {folder} was made for something else: {found}; change the recipe, or make a cache of its "
@@ -81,10 +81,10 @@ def check_key(folder: Path, held: Mapping[str, Any], asked: Mapping[str, Any]) -
 def open_cache(
     folder: Path, key: Mapping[str, Any], wanted: tuple[str, ...], epochs: int, draws: int | None
 ) -> Manifest:
-    """The cache, checked against what a run needs of it; reads no outputs.
+    """The manifest of the cache, checked against what a run needs; reads no outputs.
 
     Args:
-        key: the run's.
+        key: the key of the run.
         wanted: outputs that the loss reads.
         epochs: passes over the data, begun ones included.
         draws: the recipe's `cache.draws`, after which draws repeat.
@@ -114,19 +114,20 @@ def open_cache(
 
 
 def remove_damaged(folder: Path, layout: Layout, shards: range, names: frozenset[str]) -> list[str]:
-    """Reads shards whole, removes those whose bytes are not what was written, and says which.
+    """Reads whole shards, removes those whose bytes are not what was written, and returns their file names.
 
     Args:
-        names: of the tensors that each sample has.
+        shards: indices of the shards to read.
+        names: of the tensors that each sample must have.
     """
     removed = []
-    for number in shards:
-        file = folder / shard_name(number)
+    for index in shards:
+        file = folder / shard_name(index)
         if not file.is_file():
             continue
         try:
             shard = Shard(file)
-            if len(shard) != layout.size_of(number) or shard.names != names:
+            if len(shard) != layout.size_of(index) or shard.names != names:
                 raise UserError(f"{file}: holds something else")
             for row in range(len(shard)):
                 shard.read(row)

@@ -1,4 +1,4 @@
-"""The cache of a training run, checked against its recipe and between machines."""
+"""Opens the cache of a training run, checked against the recipe and across machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distiller.tasks.interfaces import Cacheable, missing_stage
 
 
 def open_run_cache(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype, num_epochs: int) -> tuple[Layout, int]:
-    """The layout of the run's cache, and after how many epochs its draws repeat. Rank 0 calls it. Raises UserError."""
+    """(Layout of the run's cache, epochs after which its draws repeat). Rank 0 calls it. Raises UserError."""
     if not task.needs_live_teacher:
         raise UserError("teacher.placement=cached: this recipe's loss asks no teacher; leave teacher.placement out")
     if not isinstance(task, Cacheable):
@@ -40,7 +40,7 @@ def open_run_cache(recipe: Recipe, task: Task[Any, Any], dtype: torch.dtype, num
 
 
 def check_same_cache(folder: Path, ranks: Ranks) -> None:
-    """Every machine sees the same cache, or UserError on all ranks: a copy may be an older one. Communicates."""
+    """Raises UserError on all ranks if a machine sees another cache, such as an outdated copy. Communicates."""
 
     def look() -> str | None:
         try:

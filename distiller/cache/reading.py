@@ -1,4 +1,4 @@
-"""A cache as a training run reads it: by sample, in loader processes, from mapped memory."""
+"""Reads a cache for training: sample by sample, in loader processes, from mapped memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
 
 _MAX_MAPPED_SHARDS = 256
-"""Shards: their headers are parsed once, and a mapping holds no memory that the system cannot take back."""
+"""Shards that stay mapped, so that headers are not parsed again. The system can reclaim the memory of a mapping."""
 
 
 @final
@@ -27,7 +27,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
     """A task's samples with the teacher's outputs for them; indexed by (epoch, sample id)."""
 
     def __init__(self, data: Dataset[Any], folder: Path, layout: Layout, draws: int) -> None:
-        """`draws` is after how many epochs the draws repeat."""
+        """`draws`: number of epochs after which the draws repeat."""
         self.data = data
         self._folder, self._layout, self._draws = folder, layout, draws
         self._shards: OrderedDict[int, Shard] = OrderedDict()
@@ -39,6 +39,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
         return self.data[draw, sample_id], self._open(shard).read(row)
 
     def _open(self, number: int) -> Shard:
+        """The shard of this index, mapped. Raises RunError if its file can no longer be read."""
         shard = self._shards.get(number)
         if shard is None:
             file = self._folder / shard_name(number)
@@ -57,7 +58,7 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
 @final
 @dataclass(frozen=True)
 class CachedCollation:
-    """The loader's `collate_fn`."""
+    """The loader's `collate_fn`: makes a micro-batch of samples and their stored outputs."""
 
     task: Cacheable[Any, Any]
 

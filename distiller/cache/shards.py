@@ -1,12 +1,12 @@
 """One shard: the outputs of consecutive samples in a safetensors file that is complete or absent.
 
-Each sample's tensors are laid one after the other along their first axis, so that samples may differ in length:
+Tensors of the same name are concatenated along their first dimension, in which samples may differ in length:
 
     NAME            [sum of n_i, ...]
-    offsets/NAME    [samples + 1] int64: sample i lies in rows offsets[i] to offsets[i + 1]
+    offsets/NAME    [samples + 1] int64: sample i is rows offsets[i]:offsets[i + 1] of NAME
     crc32           [samples] int64, over the sample's tensors in the order of their names
 
-A checksum a sample, because a whole file of hundreds of megabytes cannot be read again for each of them.
+Each sample has its own checksum: a checksum of the file could only be verified by reading hundreds of megabytes.
 """
 
 # The libraries' stubs are narrower than what the libraries take and return.
@@ -38,10 +38,10 @@ PARTIAL = ".partial"
 
 
 def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
-    """Writes a shard durably, under a name of its own until it is whole.
+    """Writes a shard durably: under a temporary name, which is replaced when the file is complete.
 
     Args:
-        samples: of each sample, its tensors on the CPU, with at least one axis.
+        samples: the tensors of each sample, on the CPU, with at least one dimension; the same names in all samples.
 
     Raises:
         RunError: the disk is full, or fails.
@@ -67,7 +67,7 @@ def write_shard(file: Path, samples: Sequence[Outputs]) -> None:
 
 
 def remove_partial(folder: Path) -> None:
-    """Takes away what a killed run was writing, also under the names that safetensors uses meanwhile."""
+    """Removes incomplete files that a killed run has left, also those with safetensors' own temporary names."""
     for pattern in (f".*{PARTIAL}", ".tmp*"):
         for file in folder.glob(pattern):
             file.unlink(missing_ok=True)
@@ -78,12 +78,12 @@ class Shard:
     """Reads samples from a shard's mapped memory, without copies; safe in forked processes."""
 
     def __init__(self, file: Path) -> None:
-        """Maps the file. UserError where it is not complete."""
+        """Maps the file. Raises UserError if it is not complete."""
         self._file, header = file, read_header(file)
-        # Private: torch refuses tensors over memory that cannot be written.
+        # A private mapping, since torch makes no tensors over memory that cannot be written.
         storage = torch.UntypedStorage.from_file(str(file), shared=False, nbytes=os.path.getsize(file))
         tensors = {name: _view(storage, stored) for name, stored in header.items()}
-        # All of it stays in the mapping, which holds no memory that the system cannot take back.
+        # All tensors are views of the mapping, whose memory the system can reclaim.
         self._checksums = tensors.pop(CHECKSUMS).numpy()
         names = sorted(name.removeprefix(OFFSETS) for name in tensors if name.startswith(OFFSETS))
         self._columns = {name: _Column(tensors[name], tensors[f"{OFFSETS}{name}"]) for name in names}
@@ -93,16 +93,16 @@ class Shard:
 
     @property
     def names(self) -> frozenset[str]:
-        """Of the tensors that each sample has."""
+        """Names of the tensors that each sample has."""
         return frozenset(self._columns)
 
     def read(self, row: int) -> Outputs:
-        """One sample's tensors, as they were written; RunError if the file's bytes are not those any more."""
-        sample, found = {}, 0
+        """One sample's tensors, as they were written. Raises RunError if their bytes in the file have changed."""
+        sample, crc = {}, 0
         for name, column in self._columns.items():
             sample[name], content = column.row(row)
-            found = zlib.crc32(content, found)
-        if found != self._checksums[row]:
+            crc = zlib.crc32(content, crc)
+        if crc != self._checksums[row]:
             raise RunError(
                 f"{self._file} is damaged (the checksum of its row {row} is wrong); make it again with distiller cache "
                 "RECIPE --repair"
@@ -112,7 +112,7 @@ class Shard:
 
 @final
 class _Column:
-    """One tensor of all samples. numpy finds the bytes: a loader has no time for several small tensors a sample."""
+    """The tensors of one name, of all samples. Bytes and offsets are numpy arrays, since indexing tensors is slower."""
 
     def __init__(self, tensor: Tensor, offsets: Tensor) -> None:
         self._tensor, self._offsets = tensor, offsets.numpy()
@@ -134,9 +134,10 @@ def checksum(sample: Outputs) -> int:
 
 
 def _view(storage: torch.UntypedStorage, stored: StoredTensor) -> Tensor:
+    """A stored tensor as a view of the mapping; a copy if it is not aligned to its dtype."""
     width = stored.dtype.itemsize
     if stored.start % width:
-        # The format's writers align; a header of odd length by another hand does not.
+        # safetensors' own writer aligns tensors, but another program's header may have any length.
         part = torch.tensor([], dtype=torch.uint8).set_(storage, stored.start, (stored.num_bytes,), (1,))
         return part.clone().view(stored.dtype).view(stored.shape)
     strides = tuple(torch.empty(stored.shape, device="meta").stride())

@@ -1,4 +1,4 @@
-"""Writing a cache: every rank asks the teacher for shards of its own, and writes each beside the next one."""
+"""Writes a cache: every rank asks the teacher for its own shards, and writes one while it computes the next."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -37,12 +37,12 @@ from distiller.teachers.base import Outputs, Teacher
 @final
 @dataclass(frozen=True)
 class Batching:
-    """How samples are handed to the teacher: as training does, since a batch's size can change its outputs' last bits.
+    """How samples are batched for the teacher: as in training, since batch sizes can change the last bits of outputs.
 
     Attributes:
-        batch_size: samples a micro-batch.
-        micro_batches: asked for at once.
-        num_workers: loader processes.
+        batch_size: samples in a micro-batch.
+        micro_batches: micro-batches in a call of `predict`.
+        num_workers: loader processes of each rank.
     """
 
     batch_size: int
@@ -51,24 +51,24 @@ class Batching:
 
     @property
     def samples(self) -> int:
-        """Samples asked for at once."""
+        """Samples in a call of `predict`."""
         return self.batch_size * self.micro_batches
 
 
 @final
 @dataclass(frozen=True)
 class Measured:
-    """What outputs take, by the first samples."""
+    """Size and names of the outputs of each sample, measured on a few."""
 
     bytes_per_sample: float
     bytes_per_token: float
     names: frozenset[str]
-    """Of the tensors that each sample has."""
+    """Names of the tensors that each sample has."""
 
 
 @final
 class CacheWriter:
-    """One cache being made. Every rank calls every method, in the same order."""
+    """Makes one cache. Every rank calls every method, in the same order."""
 
     def __init__(
         self,
@@ -83,18 +83,18 @@ class CacheWriter:
         self._batching, self._ranks = batching, ranks
 
     def measure(self) -> Measured:
-        """Asks for some samples from everywhere in the data, and keeps none. Communicates."""
-        total, asked = self._task.num_samples, self._batching.samples
-        (batches,) = self._groups([[(0, number * total // asked) for number in range(asked)]])
-        # A teacher that is not finite is so on every rank or on one: all of them end.
+        """Asks the teacher for samples at even distances in the data, and discards the outputs. Communicates."""
+        num_samples, num_asked = self._task.num_samples, self._batching.samples
+        (batches,) = self._groups([[(0, i * num_samples // num_asked) for i in range(num_asked)]])
+        # The outputs may be non-finite on one rank alone; all ranks must end then.
         samples = self._ranks.all_succeed(lambda: self._ask(batches))
         num_bytes = sum(tensor.nbytes for sample in samples for tensor in sample.values())
-        tokens = sum(self._task.tokens(micro.batch) for micro in batches)
+        tokens = sum(self._task.tokens(micro_batch.batch) for micro_batch in batches)
         names = frozenset(samples[0])
         return self._ranks.broadcast_from_main(lambda: Measured(num_bytes / len(samples), num_bytes / tokens, names))
 
     def missing(self, layout: Layout) -> list[int]:
-        """The shards that have to be made, as rank 0 sees the folder. Communicates."""
+        """Indices of the shards that are not in the folder, as rank 0 sees it. Communicates."""
 
         def look() -> list[int]:
             there = set(os.listdir(self._folder))
@@ -103,12 +103,15 @@ class CacheWriter:
         return self._ranks.broadcast_from_main(look)
 
     def fill(self, layout: Layout, missing: Sequence[int]) -> None:
-        """Makes these shards; returns when all ranks' are on the disk. Communicates."""
+        """Computes and writes these shards; returns when all ranks have written theirs to disk. Communicates.
+
+        Raises RunError, on one rank alone, if the teacher's outputs are not finite or a shard cannot be written.
+        """
         ranks, world_size = self._ranks, self._ranks.world_size
         rounds = -(-len(missing) // world_size)
-        # A rank without a shard of its own asks again for another one's: placements may communicate in `predict`.
-        turns = [turn * world_size + ranks.rank for turn in range(rounds)]
-        shards = [(missing[min(turn, len(missing) - 1)], turn < len(missing)) for turn in turns]
+        # A rank that has no shard left computes the last shard again: `predict` may communicate, so all ranks call it.
+        indices = [i * world_size + ranks.rank for i in range(rounds)]
+        shards = [(missing[min(i, len(missing) - 1)], i < len(missing)) for i in indices]
         groups = self._groups(_Keys(layout, [shard for shard, _ in shards], self._batching.samples))
         per_shard = -(-layout.per_shard // self._batching.samples)
         with (
@@ -123,9 +126,9 @@ class CacheWriter:
             ) as bar,
         ):
             written: Future[None] | None = None
-            others = LivenessBarrier(ranks)
+            liveness = LivenessBarrier(ranks)
             for shard, is_own in shards:
-                others.arrive()
+                liveness.arrive()
                 samples: list[Outputs] = []
                 for _ in range(per_shard):
                     samples += self._ask(next(groups))
@@ -133,14 +136,14 @@ class CacheWriter:
                 if written is not None:
                     written.result()
                 if is_own:
-                    of_shard = samples[: layout.size_of(shard)]
-                    written = writer.submit(write_shard, self._folder / shard_name(shard), of_shard)
+                    shard_samples = samples[: layout.size_of(shard)]
+                    written = writer.submit(write_shard, self._folder / shard_name(shard), shard_samples)
             if written is not None:
                 written.result()
         ranks.barrier()
 
     def _groups(self, groups: Collection[Sequence[SampleKey]]) -> Iterator[list[MicroBatch]]:
-        """Micro-batches of each group, on the device."""
+        """For each group of keys, its micro-batches on the device."""
         size, count = self._batching.batch_size, self._batching.micro_batches
         device = self._ranks.device
         loader: DataLoader[Any] = DataLoader(
@@ -156,25 +159,25 @@ class CacheWriter:
             yield [next(batches).to(self._task, device) for _ in range(count)]
 
     def _ask(self, batches: Sequence[MicroBatch]) -> list[Outputs]:
-        """What is stored of each sample; RunError where the teacher's answer is not finite."""
+        """The outputs to store of each sample, on the CPU. Raises RunError if the teacher's outputs are not finite."""
         samples: list[Outputs] = []
-        for micro, outputs in zip(
-            batches, self._teacher.predict([m.request(self._task) for m in batches]), strict=True
+        for micro_batch, outputs in zip(
+            batches, self._teacher.predict([batch.request(self._task) for batch in batches]), strict=True
         ):
             for name, tensor in outputs.items():
                 if not bool(torch.isfinite(tensor).all()):
-                    ids = ", ".join(map(str, self._task.sample_ids(micro.batch)[:8]))
+                    ids = ", ".join(map(str, self._task.sample_ids(micro_batch.batch)[:8]))
                     raise RunError(
                         f"the teacher's {name} is not finite for samples {ids} or the ones beside them, and would be "
                         "learnt from; try teacher.dtype float32, or bfloat16 for float16"
                     )
-            samples += self._task.store(micro.batch, outputs)
+            samples += self._task.store(micro_batch.batch, outputs)
         return samples
 
 
 @final
 class _Keys:
-    """The samples of shards, as many at a time as are asked for at once; the last one again to fill a shard's last."""
+    """Keys of the samples of shards, in groups of `step`; a shard's last key is repeated to fill its groups."""
 
     def __init__(self, layout: Layout, shards: Sequence[int], step: int) -> None:
         self._layout, self._shards, self._step = layout, shards, step
@@ -193,7 +196,7 @@ class _Keys:
 
 @final
 class _MicroBatches:
-    """A loader's `batch_sampler`: each group of keys in micro-batches."""
+    """A loader's `batch_sampler`: splits each group of keys into micro-batches of `size`."""
 
     def __init__(self, groups: Collection[Sequence[SampleKey]], size: int) -> None:
         self._groups, self._size = groups, size
@@ -205,10 +208,10 @@ class _MicroBatches:
 
 
 def claim(folder: Path, key: Mapping[str, Any]) -> None:
-    """Makes the folder this key's, or finds that it is. Rank 0 calls it.
+    """Makes the folder if it does not exist, and checks that it is empty or has this key. Rank 0 calls it.
 
     Raises:
-        UserError: it holds something else, or cannot be written.
+        UserError: the folder holds something else, or cannot be written.
     """
     file = folder / KEY_FILE
     try:
@@ -225,10 +228,10 @@ def claim(folder: Path, key: Mapping[str, Any]) -> None:
 
 
 def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout, names: frozenset[str]) -> Layout:
-    """The layout that the folder has, or the wanted one, which is written down with the key. Rank 0 calls it.
+    """The layout in the folder's key file; without one, the wanted layout, written there with the key. For rank 0.
 
     Raises:
-        UserError: it was begun with other draws, or with other outputs of each sample than these names.
+        UserError: the cache was begun with other draws, or with other outputs of each sample than `names`.
     """
     file = folder / KEY_FILE
     if not file.is_file():
@@ -251,9 +254,9 @@ def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout, names: fro
 
 
 def check_room(folder: Path, num_bytes: float) -> None:
-    """UserError where the disk cannot hold what is still to be written.
+    """Raises UserError if the disk has less than `num_bytes` free, which are still to be written.
 
-    Where nothing has been written yet the folder is as it was before: less may be stored there.
+    If no shard has been written yet, removes the key file, so that the folder can take a smaller cache.
     """
     free = shutil.disk_usage(folder).free
     if num_bytes > free:

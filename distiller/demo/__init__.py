@@ -1,1 +1,1 @@
-"""What the packaged demonstration recipes need and no other recipe does."""
+"""Prompts, pictures and the judge of the packaged recipes that draw or classify handwritten digits."""

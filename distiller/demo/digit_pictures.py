@@ -15,7 +15,10 @@ from distiller.vision.sources import Pictures
 
 @final
 class DigitPictures(Pictures):
-    """The 1,797 handwritten digits that travel with scikit-learn, enlarged from 8 x 8."""
+    """The 1,797 handwritten digits that ship with scikit-learn, enlarged from 8 x 8 to 64 x 64 pixels, uint8.
+
+    The constructor raises UserError if scikit-learn is not installed.
+    """
 
     class_names = DIGIT_WORDS
 

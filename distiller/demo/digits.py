@@ -1,4 +1,4 @@
-"""Prompts for the ten digits, real pictures of them, and a judge that recognises drawings of them.
+"""Prompts for the ten digits, real pictures of digits, and a judge that recognises drawn digits.
 
 The embedded Wan pipeline (``distiller/assets/digits-wan``) draws handwritten digits from prompts such as "a handwritten
 seven". This module holds what its training, the quick start and the evaluation share:
@@ -75,7 +75,7 @@ _TAILS = (
     "as a child would",
     "with smooth strokes",
 )
-# Wordings that the documentation uses: never held out, so that nobody's first prompt is one the model was denied.
+# Wordings that the documentation uses. Never held out, since users are likely to try them first.
 _ALWAYS_SEEN = ("{digit}", "a {digit}", "a handwritten {digit}", "the digit {digit}")
 _NUM_TRAINING_PROMPTS = 2000
 
@@ -97,7 +97,7 @@ def seen_wordings() -> tuple[str, ...]:
 
 
 def unseen_wordings() -> tuple[str, ...]:
-    """The held-out tenth of the wordings, as templates with one ``{digit}``; made of words that training does see."""
+    """The held-out tenth of the wordings, as templates with one ``{digit}``; training sees all their words."""
     return _split_wordings()[1]
 
 
@@ -139,7 +139,7 @@ def judge_prompts(num_per_digit: int, seed: int) -> tuple[list[str], NDArray[np.
 
     Args:
         num_per_digit: Prompts of each digit; a tenth of them, rounded, use unseen wordings.
-        seed: Same seed, same prompts.
+        seed: The same seed gives the same prompts.
 
     Returns:
         The prompts, ``10 * num_per_digit`` of them in order of their digit, and their digits, int64 of the same length.
@@ -208,7 +208,7 @@ class DigitJudge(Judge):
             int64 [N], each 0 to 9.
 
         Raises:
-            ValueError: The shape or the type is another.
+            ValueError: The images have another shape or type.
         """
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
             raise ValueError(

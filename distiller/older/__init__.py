@@ -1,1 +1,1 @@
-"""The older trainer's command line, for scripts/train_distillation.py: flags in, a recipe that is trained."""
+"""The older trainer's command line (scripts/train_distillation.py), translated into a recipe that is then trained."""

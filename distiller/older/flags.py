@@ -15,13 +15,13 @@ from distiller.errors import UserError
 PROGRAM = "train_distillation.py"
 BATCH_SIZE, LEARNING_RATE, NUM_EPOCHS, OUTPUT_DIR = 2, 1e-5, 10, "./outputs"
 STRATEGIES = {"cpu": "cpu", "balanced": "balanced", "gpu0": "rank0", "auto": "auto"}
-"""--teacher_device_strategy as teacher.placement."""
+"""Value of --teacher_device_strategy -> value of teacher.placement."""
 DTYPES = {"fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "half": "float16", "float": "float32"}
 
 
 @final
 class Flags(argparse.Namespace):
-    """The flags as given; None, or False for a switch, where one was left out."""
+    """The flags as given. A flag that was left out is None, a switch False, unless `make_parser` has a default."""
 
     teacher_path: str
     student_config: str
@@ -53,7 +53,7 @@ class Flags(argparse.Namespace):
 
 
 def read_flags(arguments: Sequence[str]) -> Flags:
-    """Reads a command line. Raises UserError in one line."""
+    """Parses a command line. Raises UserError with a message of one line."""
     parser = make_parser()
     flags, unknown = parser.parse_known_args(arguments, namespace=Flags())
     if unknown:
@@ -105,7 +105,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 @final
 class _Parser(argparse.ArgumentParser):
-    """argparse's usage errors as one line."""
+    """Raises argparse's usage errors as a UserError of one line."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UserError(f"{message}; see {self.prog} --help")

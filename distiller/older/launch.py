@@ -1,4 +1,4 @@
-"""What the older flags say about the launcher, against the launcher that is there."""
+"""Checks what the older flags say about the launcher against the launcher that started this process."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ from distiller.older.flags import Flags
 
 
 class LocalRankError(OwnUserError):
-    """--local_rank is not this process's."""
+    """--local_rank is not this process's local rank."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """The launcher and the machine, of which some flags speak. `precision` is the one that the launcher names."""
+    """The launcher and the machine that the flags are checked against.
+
+    Attributes:
+        precision: the mixed precision that the launcher sets; `no` if it sets none.
+        num_gpus: GPUs that this process sees; 0 where the launcher asks for the CPU.
+    """
 
     is_launched: bool
     world_size: int
@@ -28,7 +33,7 @@ class Launch:
 
     @staticmethod
     def here() -> Launch:
-        """What this process runs under. Imports torch."""
+        """The launcher and the machine of this process, read from the environment. Imports torch."""
         import torch
 
         on_cpu = os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1")
@@ -42,7 +47,7 @@ class Launch:
 
 
 def check_launcher(flags: Flags, launch: Launch, command: Sequence[str]) -> list[str]:
-    """Compares what the flags say of the launcher with what is there; `command` is script and flags. Returns notices.
+    """Checks the flags about the launcher, and returns notices to print. `command` is the script and its flags.
 
     Raises:
         UserError: --multi_gpu without a launcher; the message is the command to use.

@@ -1,4 +1,4 @@
-"""The older flags as a recipe. Every flag becomes a key, or is answered with a notice; none is dropped. No torch.
+"""Translates the older flags into a recipe: each becomes a key or gives a notice, none is ignored. No torch.
 
 docs/MIGRATING.md has the table.
 """
@@ -12,18 +12,20 @@ from distiller.older.flags import LEARNING_RATE, NUM_EPOCHS, STRATEGIES, Flags
 from distiller.older.launch import Launch
 
 WEIGHT_DECAY = 0.01
-"""The older trainer took torch's AdamW as it comes."""
+"""The default of torch's AdamW, which the older trainer used."""
 SAMPLING_STEPS = 20
+"""Denoising steps, for pictures that the teacher draws and for samples."""
 ROLLOUT_BATCHES = 4
-"""Samples that the rollout draws at once, in training batches: its forwards keep nothing for a backward."""
+"""Training batches that the rollout draws at once; without a backward pass it keeps no activations."""
 MAX_SAMPLES = 10
+"""Prompts that samples are drawn for, at most."""
 
 
 def translate(flags: Flags, launch: Launch) -> tuple[dict[str, Any], list[str]]:
-    """The recipe as a mapping, with the student config as given, and what there is to say about it.
+    """(The recipe as a mapping, notices to print). `student.config` is the path that the flag gives.
 
     Raises:
-        UserError: flags contradict each other, or name a rank that is not there.
+        UserError: flags contradict each other, or name a rank that does not exist.
     """
     notices = [
         f"the teacher first draws one picture a prompt in {SAMPLING_STEPS} steps, and the student learns around those; "
@@ -41,17 +43,17 @@ def translate(flags: Flags, launch: Launch) -> tuple[dict[str, Any], list[str]]:
         train["max_steps"] = flags.num_steps
         if flags.num_epochs is not None:
             notices.append(f"--num_steps {flags.num_steps} wins over --num_epochs {flags.num_epochs}")
-    place = _teacher_place(flags, launch)
-    if place["placement"] == "auto":
-        older = "balanced (two GPUs or more)" if launch.num_gpus >= 2 else "cpu (fewer than two GPUs)"
-        notices.append(f"teacher.placement auto chooses by what fits; the older trainer's would have taken {older}")
+    teacher_keys = _teacher_place(flags, launch)
+    if teacher_keys["placement"] == "auto":
+        taken = "balanced (two GPUs or more)" if launch.num_gpus >= 2 else "cpu (fewer than two GPUs)"
+        notices.append(f"teacher.placement auto chooses by what fits; the older trainer's would have taken {taken}")
     recipe: dict[str, Any] = {
         "output_dir": flags.output_dir,
         "task": {"num_frames": 1}
         | ({} if flags.image_size is None else {"height": flags.image_size, "width": flags.image_size}),
         "sampling": {"num_inference_steps": SAMPLING_STEPS, "guidance_scale": 1.0},
         "rollout": {"enabled": True, "batch_size": ROLLOUT_BATCHES * flags.batch_size},
-        "teacher": {"path": flags.teacher_path, **place, "dtype": flags.teacher_dtype},
+        "teacher": {"path": flags.teacher_path, **teacher_keys, "dtype": flags.teacher_dtype},
         "student": {"config": flags.student_config},
         "data": {"kind": "prompts", "path": flags.data_path},
         "train": train,
@@ -64,7 +66,7 @@ def translate(flags: Flags, launch: Launch) -> tuple[dict[str, Any], list[str]]:
 
 
 def _teacher_place(flags: Flags, launch: Launch) -> dict[str, Any]:
-    """Keys `placement` and `rank`. Without a flag: whole on the one GPU, and auto beside several processes."""
+    """Keys `placement` and `rank` of `teacher`. Without a flag: `replicated` for one process, `auto` for several."""
     given: dict[str, tuple[str, int]] = {}
     if flags.teacher_device_strategy is not None:
         placement = STRATEGIES[flags.teacher_device_strategy]
@@ -81,8 +83,8 @@ def _teacher_place(flags: Flags, launch: Launch) -> dict[str, Any]:
             ranks = "one process runs, rank 0" if launch.world_size == 1 else f"ranks go to {launch.world_size - 1}"
             raise UserError(f"--teacher_rank is {flags.teacher_rank} and {ranks}; name a rank that runs")
     if len(set(given.values())) > 1:
-        said = " and ".join(f"{flag} ({_place_in_words(*place)})" for flag, place in given.items())
-        raise UserError(f"given {said}; the teacher lives in one place: remove all but one")
+        listed = " and ".join(f"{flag} ({_place_in_words(*place)})" for flag, place in given.items())
+        raise UserError(f"given {listed}; the teacher lives in one place: remove all but one")
     placement, rank = next(iter(given.values()), ("replicated" if launch.world_size == 1 else "auto", 0))
     return {"placement": placement, "rank": rank} if placement == "rank0" else {"placement": placement}
 
@@ -92,13 +94,14 @@ def _place_in_words(placement: str, rank: int) -> str:
 
 
 def _mixed_precision(flags: Flags, launch: Launch, notices: list[str]) -> str:
+    """The value of `train.mixed_precision`. May add to `notices`."""
     if flags.mixed_precision is True:
         if launch.num_gpus:
             return "fp16"
         notices.append("--mixed_precision alone means fp16, which needs a GPU: training in float32")
         return "no"
     if flags.mixed_precision is None:
-        # The launch file's, which a recipe must not contradict; the older trainer's own was float32.
+        # A recipe must not contradict the launch file. Without one float32, as in the older trainer.
         return "no" if launch.precision == "no" else "auto"
     return str(flags.mixed_precision)
 
@@ -112,7 +115,7 @@ def _learning_rate(flags: Flags) -> float:
 
 
 def _about_samples(flags: Flags) -> list[str]:
-    """One notice, where a flag asks for what is done in another way."""
+    """At most one notice: about flags for samples, which are now drawn in another way."""
     parts = []
     if flags.sample_interval is not None:
         parts.append(f"--sample_interval {flags.sample_interval} has no counterpart")

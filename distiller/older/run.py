@@ -1,4 +1,4 @@
-"""From the older command line to the ordinary training, in time order."""
+"""Runs the older command line: translates flags and student config, then trains the resulting recipe."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from distiller.diffusion.family import Family
 
 STUDENT_FILE = "student_config.json"
-"""In output_dir: the translated student config, which `student.config` of the recipe names."""
+"""Name of the translated student config in output_dir; `student.config` of the recipe is its path."""
 
 
 def main(command: Sequence[str] | None = None) -> int:
-    """Runs a command, the script and its flags, and returns its exit code: 0 done, 2 wrong use, 1 failed."""
+    """Runs `command` (script and flags; default `sys.argv`). Returns the exit code: 0 done, 1 failed, 2 wrong use."""
     prepare_environment()
     return guarded(lambda stops: _train(sys.argv if command is None else command, stops))
 
@@ -39,8 +39,8 @@ def _train(command: Sequence[str], stops: StopSignals) -> None:
     flags = read_flags(command[1:])
     launch = Launch.here()
     notices = check_launcher(flags, launch, command)
-    data, said = translate(flags, launch)
-    notices += said
+    data, recipe_notices = translate(flags, launch)
+    notices += recipe_notices
     data["output_dir"] = str(_free_folder(Path(flags.output_dir), flags.resume, notices))
     student = _student(flags, data, notices)
     recipe = parse(data, "the recipe of these flags")
@@ -58,7 +58,7 @@ def _train(command: Sequence[str], stops: StopSignals) -> None:
     try:
         commands.train(recipe, flags.resume, stops)
     except UserError:
-        # Refused before the folder was claimed: nothing is left behind.
+        # The run was refused before it claimed the folder: remove the file that was written above.
         if student is not None and not os.path.isfile(file.with_name(RECIPE_FILE)):
             _remove(file)
         raise
@@ -67,37 +67,40 @@ def _train(command: Sequence[str], stops: StopSignals) -> None:
 
 
 def _free_folder(wanted: Path, resume: bool, notices: list[str]) -> Path:
-    """The folder itself, or the next number where a run lies there already, which the older trainer wrote over.
+    """`wanted`, or if it holds a run, which the older trainer would have overwritten, the first free `wanted-2`, ...
 
-    All ranks find the same: rank 0 claims a folder only after all of them have met.
+    All ranks find the same folder: rank 0 claims one only after all ranks have joined the process group.
     """
     from distiller.run_folder.output_dir import RECIPE_FILE
 
     if resume or not wanted.name:
         return wanted
-    folder, number = wanted, 1
+    folder, index = wanted, 1
     while os.path.isfile(folder / RECIPE_FILE):
-        number += 1
-        folder = wanted.with_name(f"{wanted.name}-{number}")
+        index += 1
+        folder = wanted.with_name(f"{wanted.name}-{index}")
     if folder != wanted:
         notices.append(f"{wanted} holds a run, which is kept (--resume continues it); this one goes to {folder}")
     return folder
 
 
 def _student(flags: Flags, data: dict[str, Any], notices: list[str]) -> dict[str, Any] | None:
-    """The translated student config, if it is an older one; the recipe then names it, and has its sizes."""
+    """The translated student config if it is an older one, else None.
+
+    If it is, sets its path and sizes in the recipe `data`. Adds to `notices`. Raises UserError.
+    """
     from distiller.config.teacher import Teacher
     from distiller.diffusion.families import find_pipeline
 
     origin = f"--student_config {flags.student_config}"
-    older = _read_json(local_path(flags.student_config), origin)
+    given = _read_json(local_path(flags.student_config), origin)
     translated = None
-    if is_older(older):
+    if is_older(given):
         family = find_pipeline(Teacher(path=flags.teacher_path))
         _check_kind(family, flags)
         teacher = {key: family.teacher_config[key] for key in family.architecture.defaults()}
         latent_pixels = int(family.files.vae_config.get("scale_factor_spatial", 8))
-        translated = translate_student(older, teacher, latent_pixels, origin)
+        translated = translate_student(given, teacher, latent_pixels, origin)
         notices += translated.notices
         data["student"]["config"] = str(Path(data["output_dir"]) / STUDENT_FILE)
         if translated.max_sequence_length is not None:
@@ -149,7 +152,7 @@ def _show(notices: Sequence[str], student: dict[str, Any] | None, data: dict[str
 
 
 def _write_student(file: Path, config: dict[str, Any], resume: bool) -> None:
-    """Every rank writes the same, so that each node has it; a whole file or none."""
+    """Writes the file atomically; every rank writes the same, so that each node has it. Raises UserError."""
     text = json.dumps(config, indent=2) + "\n"
     try:
         if resume and file.is_file() and file.read_text(encoding="utf-8") != text:
@@ -170,7 +173,7 @@ def _remove(file: Path) -> None:
     try:
         file.parent.rmdir()
     except OSError:
-        # Somebody else's files are in the folder.
+        # The folder does not exist, or holds other files.
         return
 
 

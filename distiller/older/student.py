@@ -1,4 +1,4 @@
-"""An older student config (`hidden_size`, `depth`, ...) as the config of a Wan transformer. No torch."""
+"""Translates an older student config (`hidden_size`, `depth`, ...) into a Wan transformer's config. No torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from distiller.errors import UserError
 
 MARKS = ("hidden_size", "depth")
-"""Keys that only an older config has."""
+"""Keys that an older config has and diffusers' config has not."""
 REQUIRED = ("hidden_size", "depth", "num_heads")
 NUMBERS = (
     *REQUIRED,
@@ -17,14 +17,19 @@ NUMBERS = (
 )
 UNUSED = ("model_type", "projection_factor")
 PIPELINE_LENGTH = 512
-"""Text tokens that a WanPipeline pads to when it is not told otherwise."""
+"""Text tokens to which WanPipeline pads prompts by default."""
 SMALLEST_HEAD = 6
-"""Of a head's channels Wan gives 2 * (channels // 6) to each of height and width: below 6 a patch has no place."""
+"""Fewest channels of a head: Wan's rotary embedding gives height and width 2 * (channels // 6) each, below 6 none."""
 
 
 @dataclass(frozen=True)
 class TranslatedStudent:
-    """A `WanTransformer3DModel`'s config, and what the older config says about the task (None: nothing)."""
+    """A `WanTransformer3DModel`'s config, and what the older config says about the task.
+
+    Attributes:
+        image_size: height and width in pixels; None if the older config has none.
+        max_sequence_length: text tokens; None if the older config has none.
+    """
 
     config: dict[str, Any]
     image_size: int | None
@@ -33,23 +38,23 @@ class TranslatedStudent:
 
 
 def is_older(config: Any) -> bool:
-    """Whether this is an older config and not the library's own."""
-    return isinstance(config, Mapping) and any(mark in config for mark in MARKS)
+    """Whether this is an older config and not one of diffusers."""
+    return isinstance(config, Mapping) and any(key in config for key in MARKS)
 
 
 def translate_student(
     older: Mapping[str, Any], teacher: Mapping[str, Any], latent_pixels: int, origin: str
 ) -> TranslatedStudent:
-    """Translates an older config beside its teacher.
+    """Translates an older config.
 
     Args:
         older: the older config.
-        teacher: the whole config of the teacher's transformer: whatever the older config does not say.
-        latent_pixels: pixels of the picture that one latent of the teacher's VAE stands for, along an edge.
+        teacher: the whole config of the teacher's transformer, for all values that the older config does not have.
+        latent_pixels: height, and width, in pixels of the square that one latent of the teacher's VAE stands for.
         origin: the flag and file, for errors.
 
     Raises:
-        UserError: a key is missing, unknown or no number, or the numbers make no Wan transformer.
+        UserError: a key is missing, unknown or not a positive integer, or no Wan transformer has these sizes.
     """
     _check_keys(older, origin)
     hidden_size, num_heads = older["hidden_size"], older["num_heads"]
@@ -125,7 +130,10 @@ def _is_head(hidden_size: int, num_heads: int) -> bool:
 
 
 def _patch_in_latents(patch_size: int, latent_pixels: int, origin: str, notices: list[str]) -> int:
-    """The older config counts a patch in pixels, and has (image_size / patch_size)^2 tokens; Wan counts in latents."""
+    """The patch's edge in latents, as Wan counts it. Raises UserError.
+
+    The older config counts it in pixels: it has (image_size / patch_size)^2 tokens.
+    """
     if patch_size < latent_pixels:
         notices.append(
             f"the student's patch_size {patch_size} is read in latents, since one latent is {latent_pixels} pixels"

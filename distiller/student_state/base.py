@@ -1,4 +1,4 @@
-"""What a checkpoint, the moving average and the export see of the student, whatever engine holds it.
+"""The interface by which checkpoints, moving average and export read and load the student under any engine.
 
 An engine shards the student's tensors in its own way: not at all (DDP), into ranges of a flat buffer (ZeRO), along the
 first dimension (FSDP2). In row-major order each shard is a range of consecutive elements: a piece. The pieces of all
@@ -19,7 +19,7 @@ Kind = Literal["weights", "exp_avg", "exp_avg_sq"]
 KINDS: tuple[Kind, ...] = ("weights", "exp_avg", "exp_avg_sq")
 
 Read = Callable[[Kind, str, int, int], Tensor]
-"""(kind, tensor's name, first element, number of elements) -> 1-D CPU tensor in the stored dtype."""
+"""(kind, tensor's name, first element, number of elements) -> these elements, a 1-D CPU tensor of the stored dtype."""
 
 
 @final
@@ -27,8 +27,8 @@ Read = Callable[[Kind, str, int, int], Tensor]
 class Piece:
     """`values` (1-D) are the elements `start`, `start + 1`, ... of the named tensor in row-major order.
 
-    float32 for parameters and moments, under any training precision (the master weights); its own dtype for a buffer.
-    It may be a view of the engine's live memory: read it, or copy it, before the next update.
+    They are float32 for parameters (the master weights) and moments, in any training precision; a buffer keeps its
+    dtype. They may be a view of the engine's live memory, so read or copy them before the next update.
 
     Attributes:
         is_persistent: `values` stay valid while the engine lives, so that several pieces can be read at once.
@@ -46,8 +46,8 @@ class Counters:
     """The optimizer's state beside the moments.
 
     Attributes:
-        updates: steps that AdamW has taken (its bias correction counts them), without skipped ones.
-        loss_scale: fp16's scale and the scaler's other numbers; {} without a scaler.
+        updates: steps that AdamW has taken (its bias correction counts them), without skipped steps.
+        loss_scale: fp16's loss scale and the scaler's other numbers; {} without a scaler.
     """
 
     updates: int
@@ -60,25 +60,26 @@ class StudentState(ABC):
     @property
     @abstractmethod
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Whole shape of every parameter and saved buffer, in the module's order; a tied tensor once."""
+        """Unsharded shape of every parameter and saved buffer, in the module's order; a tied tensor once."""
 
     @abstractmethod
     def pieces(self, kind: Kind) -> Iterator[Piece]:
-        """This rank's pieces of one kind; no moments before the first update, or where nothing is trained.
+        """This rank's pieces of one kind; no moments before the first update, nor of frozen parameters.
 
-        Every rank iterates to the end. Unless a piece is persistent, its values are valid only until the next one is
-        requested. Every call yields the same names, starts and sizes, in the same order.
+        Every rank iterates to the end, since some engines communicate. Unless a piece is persistent, its values are
+        valid only until the next one is requested. Every call yields the same names, starts and sizes, in the same
+        order.
         """
 
     @abstractmethod
     def counters(self) -> Counters:
-        """The same on every rank."""
+        """The optimizer's counters, the same on every rank. May wait for the GPU."""
 
     @abstractmethod
     def load(self, read: Read, counters: Counters) -> None:
-        """Loads a saved state into student and optimizer. Every rank calls it.
+        """Loads a saved state into student and optimizer. Every rank calls it, since some engines communicate.
 
-        `read` returns any range of any tensor; a rank reads only what it holds (DDP: everything). With
-        `counters.updates` 0 there are no moments to read. The next update must equal that of an uninterrupted run, bit
-        for bit under the same engine and number of ranks.
+        `read` returns any range of any tensor; a rank reads only what it holds (under DDP everything). If
+        `counters.updates` is 0 there are no moments to read. The next update must equal that of an uninterrupted run:
+        bit for bit under the same engine and number of ranks.
         """

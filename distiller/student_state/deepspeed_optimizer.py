@@ -21,8 +21,8 @@ LOSS_SCALER_FIELDS = {
 def counters_of(zero: Any, inner: Any, precision: str) -> Counters:
     """The counters of a ZeRO optimizer and the AdamW inside it.
 
-    The engine's own counters (global_steps, micro_steps and so on) have no effect on results and are not saved: a
-    checkpoint is made between two updates, where a new engine's micro-steps begin too.
+    The engine's own counters (global_steps, micro_steps and so on) are not saved. They do not affect results, since a
+    checkpoint is made between two updates, where the micro-steps of a new engine start too.
     """
     state = next((state for state in inner.state.values() if "step" in state), None)
     scaler = _dynamic_scaler(zero, precision)
@@ -31,7 +31,7 @@ def counters_of(zero: Any, inner: Any, precision: str) -> Counters:
 
 
 def load_loss_scale(zero: Any, loss_scale: dict[str, float], precision: str) -> None:
-    """Sets the scaler's saved fields; another engine's scaler saved only the scale."""
+    """Sets those fields of the scaler that were saved; under another engine only the scale was."""
     scaler = _dynamic_scaler(zero, precision)
     if scaler is None:
         return
@@ -41,9 +41,10 @@ def load_loss_scale(zero: Any, loss_scale: dict[str, float], precision: str) -> 
 
 
 def new_moments(inner: Any, group: dict[str, Any], flat: Tensor, updates: int) -> dict[str, Any]:
-    """An optimizer state of one flat tensor as its first step would make it, with `updates` steps counted.
+    """The optimizer's state of one flat tensor: zero moments, float32, and `updates` steps counted.
 
-    torch's AdamW counts in a tensor, which its fused kernel wants on the device; DeepSpeed's optimizers in an integer.
+    torch's AdamW counts steps in a tensor, which its fused kernel needs on the device; DeepSpeed's optimizers count
+    them in an integer.
     """
     step: Tensor | int = updates
     if isinstance(inner, torch.optim.AdamW):

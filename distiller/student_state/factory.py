@@ -1,4 +1,4 @@
-"""Creates the StudentState of an engine by its name, as in summary.json."""
+"""Creates the StudentState of an engine, by the engine's name as in summary.json."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ STATES: dict[str, Callable[[Accelerator, nn.Module, torch.optim.Optimizer], Stud
 def open_state(
     engine: str, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer
 ) -> StudentState:
-    """The state of a prepared student and its optimizer; offload does not matter here."""
+    """The state of a prepared student and its optimizer. A suffix `-offload` of the engine's name is ignored."""
     return STATES[engine.removesuffix("-offload")](accelerator, student, optimizer)

@@ -1,6 +1,6 @@
-"""FSDP1: the parameters of a unit are concatenated in a flat one, of which every rank holds an equal range.
+"""FSDP1: the parameters of a unit are concatenated in a flat parameter, of which every rank holds an equal range.
 
-The optimizer has the original parameters (`use_orig_params`): each is a view of this rank's part of it, if any.
+The optimizer has the original parameters (`use_orig_params`). Each is a view of its elements on this rank, if any.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from distiller.student_state.torch_adamw import Moments, load_moments, load_scal
 
 @final
 class Fsdp1State(StudentState):
-    """A rank's pieces are its ranges of the flat parameters, from FSDP's metadata of each (`_shard_param_infos`).
+    """A rank's pieces are its ranges of the flat parameters, found in FSDP's metadata (`_shard_param_infos`).
 
-    torch's state-dict functions would gather whole units on the GPU for the same result.
+    torch's state-dict functions give the same result, but gather whole units on the GPU.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:

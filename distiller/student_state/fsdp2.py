@@ -20,7 +20,7 @@ from distiller.student_state.torch_adamw import Moments, load_moments, load_scal
 
 @final
 class Fsdp2State(StudentState):
-    """A rank's pieces are its shards; no pieces of empty shards (fewer rows than ranks), nor of a second replica."""
+    """A rank's pieces are its shards, except empty shards (fewer rows than ranks) and those of a second replica."""
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self._accelerator, self._optimizer = accelerator, optimizer
@@ -63,13 +63,13 @@ class Fsdp2State(StudentState):
 
 
 def _axis(tensor: DTensor) -> int:
-    """The mesh axis over which it is sharded; over another one, if there is one, it is replicated."""
+    """Index of the mesh axis over which the rows are sharded; over any other axis the tensor is replicated."""
     [axis] = [i for i, placement in enumerate(tensor.placements) if placement.is_shard(0)]
     return axis
 
 
 def _start(tensor: DTensor) -> int:
-    """Index of this rank's first element: every rank but the last ones has as many rows as the first."""
+    """Index of this rank's first element: all ranks but the last ones have as many rows as the first rank."""
     axis = _axis(tensor)
     rows = -(-len(tensor) // tensor.device_mesh.size(axis))
     first = min(rows * tensor.device_mesh.get_local_rank(axis), len(tensor))

@@ -1,4 +1,4 @@
-"""One process, or DDP: every rank holds everything, and saves and averages an equal share of it."""
+"""One process, or DDP: every rank holds all tensors, and saves and averages an equal share of them."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -18,9 +18,9 @@ from distiller.student_state.torch_adamw import Moments, load_moments, load_scal
 
 @final
 class PlainState(StudentState):
-    """Rank r of n has the elements r/n to (r + 1)/n of all parameters concatenated, and rank 0 the buffers.
+    """Pieces of rank r of n: of all parameters concatenated, the elements from r/n to (r + 1)/n; on rank 0 the buffers.
 
-    DDP broadcasts rank 0's buffers before every forward pass.
+    Rank 0's buffers are enough, since DDP broadcasts them before every forward pass.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -16,8 +16,8 @@ class SavedTensors:
     """The live tensors of a module, in its order.
 
     Attributes:
-        tensors: all of them; a tied one once.
-        parameters, buffers: the two kinds among them.
+        tensors: name -> tensor, for all saved tensors; a tied tensor once.
+        parameters, buffers: those of `tensors` that are parameters, and the others.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -41,12 +41,12 @@ class SavedTensors:
         return {name: parameter for name, parameter in self.parameters.items() if not parameter.requires_grad}
 
     def buffer_pieces(self) -> Iterator[Piece]:
-        """Every buffer whole."""
+        """A piece for each buffer, of all its elements."""
         for name, buffer in self.buffers.items():
             yield Piece(name, 0, buffer.detach().reshape(-1), is_persistent=True)
 
     def load_buffers(self, read: Read) -> None:
-        """Loads saved buffers, in the dtype that the engine holds them in."""
+        """Copies saved buffers into the module's buffers, which keep their dtype."""
         with torch.no_grad():
             for name, buffer in self.buffers.items():
                 buffer.copy_(read("weights", name, 0, buffer.numel()).view(buffer.shape))

@@ -28,7 +28,7 @@ from distiller.student_state.saved_tensors import SavedTensors
 
 @final
 class Zero12State(StudentState):
-    """With the optimizer on the device or on the CPU, in any precision, under either of DeepSpeed's two optimizers.
+    """For the optimizer on the device or on the CPU, in any precision, and for both optimizers of DeepSpeed.
 
     Frozen parameters are replicated; rank 0 saves them.
     """

@@ -27,10 +27,10 @@ from distiller.student_state.saved_tensors import SavedTensors
 
 @final
 class Zero3State(StudentState):
-    """With optimizer and parameters on the device, on the CPU or on a disk, in any precision.
+    """For optimizer and parameters on the device, on the CPU or on a disk, in any precision.
 
-    DeepSpeed's `safe_get_local_fp32_param` and its like give the same values, but move each to the GPU, and read a
-    sub-group's files again for every parameter in it; here a sub-group is swapped in once for each kind.
+    DeepSpeed's `safe_get_local_fp32_param` and similar functions give the same values, but move each to the GPU, and
+    read a sub-group's files again for every parameter in it. Here a sub-group is swapped in once for each kind.
     """
 
     def __init__(self, accelerator: Accelerator, student: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -72,7 +72,7 @@ class Zero3State(StudentState):
         """See StudentState. Communicates: small parameters that every rank keeps gathered are gathered again."""
         from deepspeed import zero
 
-        # A parameter that is gathered now would not be updated by writes to its partition.
+        # Release gathered parameters: writes to a partition do not change a parameter that is gathered.
         self._zero.checkpoint_event_prologue()
         for i in range(len(self._zero.fp32_partitioned_groups_flat)):
             is_swapped = self._zero._swappable_optimizer_subgroup(i)
@@ -117,7 +117,7 @@ class Zero3State(StudentState):
             offset += width
 
     def _inner(self, i: int) -> Any:
-        """The AdamW of a sub-group: with partial offload, sub-groups on the GPU have another one."""
+        """The AdamW of a sub-group: with partial offload, sub-groups on the GPU have a separate optimizer."""
         is_partial = self._zero.offload_optimizer and self._zero.subgroup_to_device[i] != "cpu"
         return self._zero.backup_optimizer if is_partial else self._zero.optimizer
 

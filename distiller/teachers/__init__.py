@@ -1,4 +1,4 @@
-"""The frozen teacher in memory: one class a placement, whose specification is in `distiller.config.placements`."""
+"""The frozen teacher: one class for each placement, whose specification is in `distiller.config.placements`."""
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
 

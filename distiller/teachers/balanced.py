@@ -1,4 +1,4 @@
-"""`teacher.placement: balanced`: one copy a node, about equal shares of it on each of the node's GPUs."""
+"""`teacher.placement: balanced`: one copy of the teacher for each node, about equal shares on the node's GPUs."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from distiller.teachers.device_map.teacher import DeviceMapTeacher, MapRule
 
 @final
 class BalancedTeacher(DeviceMapTeacher):
-    """Shares as Accelerate balances them, between blocks. Every rank sends its own requests through all GPUs.
+    """The shares are those of Accelerate's `get_balanced_memory`; no block is split.
 
-    There the ranks take turns, so all of a node call `predict` equally often; `close` communicates.
+    Every rank runs its own requests on all GPUs, which run the ranks' passes in a fixed order. So all ranks call
+    `predict` equally often; see `DeviceMapTeacher`. `close` communicates.
     """
 
     @staticmethod

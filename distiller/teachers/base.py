@@ -1,4 +1,4 @@
-"""The teacher as the loop sees it: requests in, outputs out, wherever the weights live."""
+"""The interfaces `Teacher`, which answers requests under any placement, and `Network`, the model that it runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -16,21 +17,22 @@ from distiller.distributed.ranks import Ranks
 from distiller.storage.weight_files import Rename
 
 Outputs = dict[str, Tensor]
-"""Named outputs of one request or call, batch first, detached, on the caller's device."""
+"""Name -> output [B, ...] of one request or call, without gradients, on the caller's device."""
 
 
+@final
 @dataclass(frozen=True)
 class Request:
     """What one micro-batch asks of the teacher.
 
     Attributes:
-        sample_ids: one id a sample; caches and prefetched outputs are matched by them.
-        inputs: the network's inputs, batch first, on the caller's device.
-        wanted: names of outputs; which ones exist is the network's to say (for example `prediction`,
+        sample_ids: one id for each of the B samples.
+        inputs: name -> input [B, ...] of the network, on the caller's device.
+        wanted: names of the outputs to return; the network defines which exist (for example `prediction`,
             `unconditional`, `features/3`).
-        modules: which module each sample needs, as indices into `Network.module_names`, known on the host; empty when
-            the network has one module.
-        stored: the answer, where it was read from a cache beside the inputs.
+        modules: for each sample, the index in `Network.module_names` of the module that it needs; integers on the host,
+            so that reading them does not wait for a GPU. Empty when the network has one module.
+        stored: the outputs, where a loader has read them from a cache; otherwise None.
     """
 
     sample_ids: tuple[int, ...]
@@ -40,12 +42,13 @@ class Request:
     stored: Outputs | None = None
 
 
+@final
 @dataclass(frozen=True)
 class Call:
-    """One forward pass through one module: a request's samples that need it, or one of the passes they need.
+    """One forward pass through one module, of those samples of a request that need the module.
 
-    Modules of a network accept each other's inputs, so that a rank without a call of its own can repeat another one
-    where the ranks must compute together.
+    The samples may need several passes (for example with and without a prompt). All modules of a network accept the
+    same inputs, so that where ranks must run the same passes, a rank can run one on the inputs of another call.
     """
 
     module: str
@@ -54,70 +57,75 @@ class Call:
 
 
 class Network(ABC):
-    """A frozen network of one or more modules, and how a request runs through them; knows no placement."""
+    """A frozen network of one or more modules, and how a request runs through them; independent of the placement."""
 
     origin: str
-    """The files, for messages."""
+    """Where the files are (for example `teacher.path: FOLDER`); error messages begin with it."""
 
     module_names: tuple[str, ...]
 
     rename: Rename | None = None
-    """Set where tensors have other names in the files than in the modules, or where the files hold more than these."""
+    """A tensor's name in the files -> its name in the module. None: the names are equal, and all tensors are used."""
 
     num_replicated_head_parameters: int = 0
-    """Parameters of the model that are in none of the modules: those that the task holds itself."""
+    """Number of parameters outside of the modules: the output layer, where the task holds it on every rank."""
 
     @abstractmethod
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
-        """One module without weights: parameters and saved buffers on the meta device, each in the dtype that it is
-        held in when the teacher's is `dtype`; other buffers real, on the CPU; eval mode, no gradients."""
+        """One module without weights, in eval mode and without gradients.
+
+        Parameters and saved buffers are on the meta device, each in the dtype that it has when `teacher.dtype` is
+        `dtype`. Buffers that are not saved are on the CPU, with their values.
+        """
 
     @abstractmethod
     def weight_files(self, name: str) -> list[Path]:
-        """One module's safetensors files, complete on this machine."""
+        """Paths of one module's safetensors files, complete on this machine; may download or convert them first."""
 
     @abstractmethod
     def block_names(self, name: str) -> tuple[str, ...]:
-        """The submodules that a forward pass runs one after the other, in that order; most of the weights."""
+        """Names of the submodules that a forward pass runs one after the other, in order; they hold most weights."""
 
     @abstractmethod
     def calls(self, request: Request) -> list[Call]:
-        """The passes that answer a request. Needs no weights."""
+        """The forward passes that a request needs. Reads no weights."""
 
     @abstractmethod
     def run(self, module: nn.Module, call: Call) -> Outputs:
-        """Runs one pass. Deterministic; called without gradients, perhaps from several threads that take turns."""
+        """Runs one pass. Deterministic; called without gradients, maybe by several threads, one at a time."""
 
     @abstractmethod
     def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
         """The request's outputs from those of its calls, in the order of `calls`."""
 
     def num_parameters(self) -> int:
-        """Parameters of all modules and beside them, without reading weights."""
+        """Number of parameters of all modules and of the replicated head; reads no weights."""
         modules = (self.skeleton(name, torch.float32) for name in self.module_names)
         inside = sum(parameter.numel() for module in modules for parameter in module.parameters())
         return inside + self.num_replicated_head_parameters
 
 
+@final
 @dataclass
 class TeacherMemory:
-    """Bytes of the teacher's weights: on this rank's GPU, and in the node's host memory (shared ones counted once)."""
+    """Bytes of the teacher's weights: on this rank's GPU, and in the node's host memory (shared memory once)."""
 
     gpu_bytes: int = 0
     host_bytes: int = 0
 
 
+@final
 @dataclass(frozen=True)
 class Setup:
     """What a placement is built with.
 
     Attributes:
-        dtype: of the weights (float32 islands of the library excepted).
+        dtype: of the weights, except those that the library keeps in float32.
         options: the recipe's `teacher` section.
-        ranks: this process among the others; `ranks.device` is where requests come from and outputs go.
-        under_deepspeed: whether the student's engine is DeepSpeed, whose ZeRO-3 then shards a sharded teacher.
-        reserved_bytes: of each rank's device, what the student's state will take, and the teacher's output layer.
-        reserved_host_bytes: of the host's memory, what a rank's offloaded state of the student will take.
+        ranks: this process's rank and groups; inputs and outputs of requests are on `ranks.device`.
+        under_deepspeed: whether the student's engine is DeepSpeed; a sharded teacher then uses ZeRO-3.
+        reserved_bytes: of each rank's device, for the student's state and the teacher's replicated output layer.
+        reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
     """
 
     dtype: torch.dtype
@@ -129,7 +137,7 @@ class Setup:
 
 
 class Teacher(ABC):
-    """A frozen teacher in one place of memory.
+    """A frozen teacher under one placement.
 
     Never an `nn.Module` and never handed to `Accelerator.prepare`, so it cannot enter the student's checkpoint,
     optimizer or sharding.
@@ -137,7 +145,7 @@ class Teacher(ABC):
 
     @abstractmethod
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        """Outputs for all micro-batches of an update, in order.
+        """Outputs of all micro-batches of an update, one `Outputs` for each of `requests`, in order.
 
         Equal to a plain eval-mode forward of the same weights in `teacher.dtype`, outside the caller's autocast.
         Some placements communicate here: every rank calls it equally often, in the same order.
@@ -145,11 +153,11 @@ class Teacher(ABC):
 
     @abstractmethod
     def memory(self) -> TeacherMemory:
-        """What the weights take now."""
+        """Bytes that the weights take now."""
 
     @abstractmethod
     def close(self) -> None:
-        """Frees the weights; the teacher cannot be asked again."""
+        """Frees the weights; `predict` cannot be called any more. Every rank calls it; it may communicate."""
 
 
 ModuleCalls = list[tuple[str, list[Call]]]
@@ -162,45 +170,49 @@ def answer(
     run: Callable[[ModuleCalls], list[list[Outputs]]],
     ranks: Ranks | None = None,
 ) -> list[Outputs]:
-    """Answers requests module by module: all calls of the first, then all of the second.
+    """Outputs of the requests: runs all calls of the first module, then all of the second, and merges the outputs.
 
     Args:
-        run: outputs of each call of the agenda; called without gradients and without autocast.
-        ranks: given by placements whose ranks must run the same modules equally often. Ranks with fewer calls than
-            another repeat one of their own, and throw its outputs away. Communicates, when there are several modules.
+        run: returns the outputs of each call of an agenda; called without gradients and without autocast.
+        ranks: None, unless all ranks of the placement must run the same passes. With `ranks` and several modules this
+            function communicates: a rank with fewer calls than another one runs one of its own again, and discards
+            the outputs.
     """
     calls = [network.calls(request) for request in requests]
-    flat = [call for of_request in calls for call in of_request]
+    all_calls = [call for request_calls in calls for call in request_calls]
     if ranks is None or len(network.module_names) == 1:
-        # With one module the ranks agree already: their requests ask for the same passes.
-        agenda = [(name, [call for call in flat if call.module == name]) for name in network.module_names]
+        # With one module the ranks run the same passes anyway, since their requests want the same outputs.
+        agenda = [(name, [call for call in all_calls if call.module == name]) for name in network.module_names]
     else:
-        agenda = _agreed_calls(network, flat, ranks)
-    agenda = [(name, of_module) for name, of_module in agenda if of_module]
+        agenda = _agreed_calls(network, all_calls, ranks)
+    agenda = [(name, module_calls) for name, module_calls in agenda if module_calls]
     # no_grad, not inference_mode: inference tensors cannot be saved for the student's backward.
     device = next(iter(requests[0].inputs.values())).device
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         outputs_of: dict[int, Outputs] = {}
-        for (_, of_module), outputs in zip(agenda, run(agenda), strict=True):
-            outputs_of |= {id(call): output for call, output in zip(of_module, outputs, strict=True)}
+        for (_, module_calls), outputs in zip(agenda, run(agenda), strict=True):
+            outputs_of |= {id(call): output for call, output in zip(module_calls, outputs, strict=True)}
         return [
-            network.merge(request, [outputs_of[id(call)] for call in of_request])
-            for request, of_request in zip(requests, calls, strict=True)
+            network.merge(request, [outputs_of[id(call)] for call in request_calls])
+            for request, request_calls in zip(requests, calls, strict=True)
         ]
 
 
 def _agreed_calls(network: Network, calls: Sequence[Call], ranks: Ranks) -> ModuleCalls:
-    """The same passes in the same order on all ranks: as many of each kind as the rank with most of them has."""
-    own = Counter((network.module_names.index(call.module), call.wanted) for call in calls)
+    """This rank's calls and repeated ones, so that all ranks run the same passes in the same order. Communicates.
+
+    A kind of pass is (module, wanted). Every rank runs as many of a kind as the rank that has the most of them.
+    """
+    own_counts = Counter((network.module_names.index(call.module), call.wanted) for call in calls)
     most: Counter[tuple[int, tuple[str, ...]]] = Counter()
-    for counts in ranks.gather(own):
+    for counts in ranks.gather(own_counts):
         most |= counts
     agenda: ModuleCalls = [(name, []) for name in network.module_names]
     for (index, wanted), count in sorted(most.items()):
-        name, of_module = agenda[index]
-        ours = [call for call in calls if call.module == name and call.wanted == wanted]
-        repeated = [replace(calls[0], module=name, wanted=wanted) for _ in range(count - len(ours))]
-        of_module += ours + repeated
+        name, module_calls = agenda[index]
+        own_calls = [call for call in calls if call.module == name and call.wanted == wanted]
+        repeated = [replace(calls[0], module=name, wanted=wanted) for _ in range(count - len(own_calls))]
+        module_calls += own_calls + repeated
     return agenda
 
 
@@ -210,5 +222,5 @@ def move_call(call: Call, device: torch.device) -> Call:
 
 
 def run_module_calls(network: Network, modules: Mapping[str, nn.Module], agenda: ModuleCalls) -> list[list[Outputs]]:
-    """Runs everything on modules that are whole where they are."""
+    """Outputs of each call of the agenda; `modules` (name -> module) have all their weights on the inputs' device."""
     return [[network.run(modules[name], call) for call in calls] for name, calls in agenda]

@@ -1,4 +1,4 @@
-"""`cached`: no teacher at all; loader processes have read its outputs beside the inputs."""
+"""`teacher.placement: cached`: no teacher in memory; loaders read its stored outputs together with the inputs."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, T
 
 @final
 class CachedTeacher(Teacher):
-    """Hands on what the requests carry, bit for bit as it was stored."""
+    """Returns `Request.stored` of each request, unchanged. Holds no weights and does not communicate."""
 
     def __init__(self, network: Network, setup: Setup) -> None:
         del network, setup
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        answers = []
+        outputs = []
         for request in requests:
             assert request.stored is not None, "a cached teacher knows what its loader has read, and nothing else"
-            answers.append(request.stored)
-        return answers
+            outputs.append(request.stored)
+        return outputs
 
     def memory(self) -> TeacherMemory:
         return TeacherMemory()

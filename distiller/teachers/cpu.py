@@ -1,4 +1,4 @@
-"""`teacher.placement: cpu`: the teacher computes on the CPU, from one copy that the node's ranks share."""
+"""`teacher.placement: cpu`: the teacher computes on the CPU, from one copy of its weights for each node."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ from distiller.teachers.weights.loading import ModulePlan, load_units, plan_modu
 
 CPU = torch.device("cpu")
 NUM_WIDE_SLOTS = 2
+"""Float32 buffers: one block computes while the next one is converted."""
 
 
 @final
 class CpuTeacher(Teacher):
-    """Every rank computes its own answers, with its share of the node's cores.
+    """Every rank answers its own requests, with its share of the node's cores; the node's ranks share the weights.
 
-    Weights are held in `teacher.dtype`. A CPU may compute several times faster in float32 than in 16 bits; one block is
-    timed in both at the first call, and where float32 wins the blocks are widened one by one as they are needed.
+    Weights are held in `teacher.dtype`. A CPU may compute several times faster in float32 than in 16 bits. So the first
+    `predict` times one block in both on rank 0; if float32 is faster, blocks are converted one by one before they run.
+    Communicates while loading and in the first `predict`.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
@@ -79,18 +81,21 @@ class CpuTeacher(Teacher):
             plan.close_files()
 
     def _run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
-        here = [(name, [move_call(call, CPU) for call in calls]) for name, calls in agenda]
+        cpu_agenda = [(name, [move_call(call, CPU) for call in calls]) for name, calls in agenda]
         if not self._is_decided:
-            self._decide(here[0][1][0])
+            self._decide(cpu_agenda[0][1][0])
         if self._wide is not None:
-            results = self._wide.passing.run(here)
+            results = self._wide.passing.run(cpu_agenda)
         else:
-            results = run_module_calls(self._network, self._modules, here)
+            results = run_module_calls(self._network, self._modules, cpu_agenda)
         device = self._ranks.device
-        return [[{key: value.to(device) for key, value in one.items()} for one in part] for part in results]
+        return [
+            [{key: value.to(device) for key, value in outputs.items()} for outputs in module_outputs]
+            for module_outputs in results
+        ]
 
     def _decide(self, call: Call) -> None:
-        """Chooses between `teacher.dtype` and float32 by one block's time on rank 0. Communicates, once."""
+        """Chooses `teacher.dtype` or float32, by the time of one block on rank 0; called once. Communicates."""
         name, wide = call.module, _WideModules(self._network, self._modules, self._host)
 
         def ratio() -> float:
@@ -110,55 +115,68 @@ class CpuTeacher(Teacher):
             print(f"teacher.placement cpu: a block computes in {chosen} {own_name} here")
 
 
+@final
 class _WideModules:
-    """The same modules in float32: everything but the blocks widened once, the blocks as they come to run."""
+    """The modules in float32: blocks are converted each time they run, everything else once.
+
+    Attributes:
+        num_bytes: of the buffers and of the float32 weights outside of blocks.
+    """
 
     def __init__(self, network: Network, narrow: Mapping[str, nn.Module], host: HostCopy) -> None:
         self.modules: dict[str, nn.Module] = {}
-        units, self._sources, self.num_bytes, index = [], [], 0, 0
+        offloaded, self._sources, self.num_bytes, index = [], [], 0, 0
         for name, module in narrow.items():
             wide = network.skeleton(name, torch.float32)
             blocks = network.block_names(name)
-            for ours, theirs in zip(lay_out(wide, blocks), lay_out(module, blocks), strict=True):
+            for wide_unit, narrow_unit in zip(lay_out(wide, blocks), lay_out(module, blocks), strict=True):
                 source = host.piece(index)
                 index += 1
-                if ours.name in blocks:
-                    units.append(OffloadedBlock(name, wide, ours))
-                    self._sources.append((ours, theirs, source))
+                if wide_unit.name in blocks:
+                    offloaded.append(OffloadedBlock(name, wide, wide_unit))
+                    self._sources.append((wide_unit, narrow_unit, source))
                     continue
-                buffer = torch.empty(ours.num_bytes, dtype=torch.uint8)
-                _widen(ours, theirs, source, buffer)
-                bind(wide, ours, buffer)
+                buffer = torch.empty(wide_unit.num_bytes, dtype=torch.uint8)
+                _widen(wide_unit, narrow_unit, source, buffer)
+                bind(wide, wide_unit, buffer)
                 self.num_bytes += buffer.nbytes
             self.modules[name] = wide
-        slots = allocate_buffers(max(passing.unit.num_bytes for passing in units), min(NUM_WIDE_SLOTS, len(units)), CPU)
-        self.num_bytes += sum(slot.data.nbytes for slot in slots)
-        feed = ThreadCopier(partial(_widen_unit, self._sources))
-        self.passing = OffloadedModules(network, dict(self.modules), units, slots, feed, CPU, amortise=True)
+        buffers = allocate_buffers(
+            max(block.unit.num_bytes for block in offloaded), min(NUM_WIDE_SLOTS, len(offloaded)), CPU
+        )
+        self.num_bytes += sum(pool_buffer.data.nbytes for pool_buffer in buffers)
+        copier = ThreadCopier(partial(_widen_unit, self._sources))
+        self.passing = OffloadedModules(network, dict(self.modules), offloaded, buffers, copier, CPU, amortise=True)
 
     def close(self) -> None:
-        """Lets go of the host copy, of which the sources are parts."""
+        """Ends the thread that converts, and drops the references to the host copy."""
         self.passing.close()
         self.modules.clear()
         self._sources.clear()
 
 
 def _widen_unit(sources: list, unit: int, buffer: Tensor) -> None:
-    ours, theirs, source = sources[unit]
-    _widen(ours, theirs, source, buffer)
+    """Converts the block with index `unit` in `sources` to float32, into `buffer`."""
+    wide_unit, narrow_unit, source = sources[unit]
+    _widen(wide_unit, narrow_unit, source, buffer)
 
 
 def _widen(ours, theirs, source: Tensor, buffer: Tensor) -> None:
+    """Converts a unit from `source` (layout `theirs`) into `buffer` (layout `ours`): uint8, 1-D, on the CPU."""
     for wide, narrow in zip(ours.entries, theirs.entries, strict=True):
         wide.view(buffer).copy_(narrow.view(source))
 
 
+@final
 class _BlockRan(Exception):  # noqa: N818
-    """Ends a forward pass of which only the first block was to be timed."""
+    """Ends a forward pass after the block that is timed."""
 
 
 def _block_time(network: Network, module: nn.Module, block_name: str, call: Call) -> float:
-    """Seconds of one block on the call's own input, weights brought in included; the second of two runs."""
+    """Seconds that one block takes on the call's own input, in the second of two runs.
+
+    A block of `_WideModules` is converted in the first run alone, so this is the time of its computation only.
+    """
     started = 0.0
 
     def start(*_: object) -> None:
@@ -184,7 +202,7 @@ def _block_time(network: Network, module: nn.Module, block_name: str, call: Call
 
 @contextmanager
 def _threads(num_ranks: int) -> Iterator[None]:
-    """Gives this rank its share of the cores: launchers give each of several processes one thread."""
+    """Lets torch use this rank's share of the cores; a launcher of several processes sets one thread for each."""
     before = torch.get_num_threads()
     torch.set_num_threads(max(len(os.sched_getaffinity(0)) // num_ranks, 1))
     try:

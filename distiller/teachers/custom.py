@@ -1,4 +1,4 @@
-"""`teacher.placement: custom`: one copy a node, each part where `teacher.device_map` says."""
+"""`teacher.placement: custom`: one copy of the teacher for each node, placed as `teacher.device_map` says."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from distiller.teachers.device_map.teacher import DeviceMapTeacher, MapRule
 
 @final
 class CustomTeacher(DeviceMapTeacher):
-    """A map from names to GPU numbers, `cpu` (one host copy) or `disk`, by Accelerate's convention.
+    """The map has Accelerate's form: name of a submodule or tensor -> GPU number, `cpu` (one host copy) or `disk`.
 
-    Every rank sends its own requests through all of it. On GPUs the ranks take turns, so all of a node call `predict`
-    equally often; `close` communicates. `maps.check_custom_map` refuses a map that leaves something out.
+    Every rank runs its own requests on all of these devices. GPUs run the ranks' passes in a fixed order, so all ranks
+    call `predict` equally often; see `DeviceMapTeacher`. `close` communicates. `maps.check_custom_map` refuses a map
+    that leaves a tensor out.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`teacher.placement: disk`: `streamed` from safetensors files, for teachers larger than memory."""
+"""`teacher.placement: disk`: blocks are read from safetensors files when needed, for teachers larger than memory."""
 
 from __future__ import annotations
 
@@ -15,50 +15,55 @@ from distiller.teachers.weights.layout import REST, own_buffer_bytes
 from distiller.teachers.weights.loading import load_on_all_ranks, plan_modules
 
 NUM_STAGING = 2
+"""Staging buffers on the host: threads fill one while the GPU copies from the other."""
 
 
 @final
 class DiskTeacher(Teacher):
-    """Threads read ahead into two page-locked buffers of a block; the host keeps nothing else but its page cache."""
+    """Threads read the next blocks into two staging buffers on the host, from which the GPU copies them.
+
+    Host memory holds nothing else of the teacher, except what the operating system keeps in its page cache. Without a
+    GPU the threads read into the pool's buffers. Communicates only while loading.
+    """
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks, options = network, setup.ranks, DiskOptions.of(setup.options)
         device = setup.ranks.device
         self._plans = plan_modules(network, setup, is_reader=True)
         resident = choose_resident(self._plans, setup)
-        units, sources, self._staging, self._resident_bytes = [], [], None, 0
+        blocks, sources, self._staging, self._resident_bytes = [], [], None, 0
         for plan in self._plans:
             for unit in plan.units:
                 if unit.name != REST and (plan.name, unit.name) not in resident:
                     assert plan.files is not None
-                    units.append(OffloadedBlock(plan.name, plan.module, unit))
+                    blocks.append(OffloadedBlock(plan.name, plan.module, unit))
                     sources.append((unit, plan.files))
-        size = max((unit.num_bytes for unit, _ in sources), default=0)
+        max_block_bytes = max((unit.num_bytes for unit, _ in sources), default=0)
         if device.type == "cuda":
-            # Before weights are read: a driver that refuses should do so early.
-            self._staging = setup.ranks.all_succeed(lambda: _staging(size, setup))
+            # Before weights are read, so that a driver that refuses to page-lock memory does it early.
+            self._staging = setup.ranks.all_succeed(lambda: _staging(max_block_bytes, setup))
         for plan in self._plans:
             kept = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
             self._resident_bytes += load_on_all_ranks(plan, kept, setup.ranks) + own_buffer_bytes(plan.module)
-        slots = allocate_buffers(size, min(options.ring_blocks, len(units)), device)
-        self._slot_bytes = sum(slot.data.nbytes for slot in slots)
+        buffers = allocate_buffers(max_block_bytes, min(options.ring_blocks, len(blocks)), device)
+        self._slot_bytes = sum(buffer.data.nbytes for buffer in buffers)
         reader = FileReader(sources, options.read_threads)
         if self._staging is not None:
-            feed = FileCopier(reader, [self._staging.piece(index) for index in range(NUM_STAGING)], device)
+            copier = FileCopier(reader, [self._staging.piece(index) for index in range(NUM_STAGING)], device)
         else:
-            feed = ThreadCopier(reader.read, reader.close)
+            copier = ThreadCopier(reader.read, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
-        self._passing = OffloadedModules(network, modules, units, slots, feed, device, options.amortise)
+        self._passing = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run)
 
     def memory(self) -> TeacherMemory:
-        own, count = self._resident_bytes + self._slot_bytes, self._ranks.local_world_size
+        own_bytes, num_ranks = self._resident_bytes + self._slot_bytes, self._ranks.local_world_size
         if self._ranks.device.type == "cpu":
-            return TeacherMemory(host_bytes=own * count)
+            return TeacherMemory(host_bytes=own_bytes * num_ranks)
         staging_bytes = 0 if self._staging is None else self._staging.num_bytes
-        return TeacherMemory(own, staging_bytes * count)
+        return TeacherMemory(own_bytes, staging_bytes * num_ranks)
 
     def close(self) -> None:
         self._passing.close()
@@ -71,9 +76,10 @@ class DiskTeacher(Teacher):
 
 
 def _staging(size: int, setup: Setup) -> HostCopy:
-    """This rank's own buffers, page-locked if the recipe lets it. Raises UserError where that is not possible.
+    """`NUM_STAGING` host buffers of `size` bytes for this rank alone, page-locked unless `teacher.pin_memory` is false.
 
-    Memory that torch page-locks itself is as long as the next power of two: two of 0.65 GiB would take 2 GiB.
+    Not torch's page-locked memory, which is rounded up to a power of two: two buffers of 0.65 GiB would take 2 GiB.
+    Raises UserError when there is too little host memory, or the driver refuses to page-lock it.
     """
     staging = HostCopy.make([size] * NUM_STAGING, setup.ranks.as_single_process())
     if DiskOptions.of(setup.options).pin_memory:

@@ -1,4 +1,4 @@
-"""From the recipe's `teacher.placement` to a teacher: chosen, checked, then loaded."""
+"""Chooses, checks and loads the placement of the teacher that the recipe asks for."""
 
 from __future__ import annotations
 
@@ -18,28 +18,33 @@ from distiller.teachers.rules import check_placement, may_run
 
 
 def resolve_placement(network: Network, setup: Setup) -> Setup:
-    """The setup with `auto` resolved, said in one line, and checked against this world and its memory. Communicates.
+    """The setup with `auto` replaced by a placement, and checked against ranks, engine and free memory.
 
-    Raises UserError, before any weight is read, naming what would fit.
+    Communicates; reads no weights; rank 0 prints what `auto` chose. Raises UserError, which names the placements that
+    would fit.
     """
     options, ranks = setup.options, setup.ranks
     check_placement(options, ranks.world_size, setup.under_deepspeed)
     if options.placement != AUTO and PLACEMENTS[options.placement].uses_device_map:
         _check_given_map(network, setup)
-    sizes, everything, spared = measure(network, setup.dtype), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
+    sizes, budget, auto_budget = measure(network, setup.dtype), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
     if options.quantization == "int8":
         sizes = sizes.scaled(1 / setup.dtype.itemsize)
-    needs = footprints(sizes, setup, everything)
-    needs = {name: n for name, n in needs.items() if may_run(options, name, ranks.world_size, setup.under_deepspeed)}
-    pack_devices = device_packing(network, setup) if everything.gpu is not None else None
+    needs = footprints(sizes, setup, budget)
+    needs = {
+        name: footprint
+        for name, footprint in needs.items()
+        if may_run(options, name, ranks.world_size, setup.under_deepspeed)
+    }
+    pack_devices = device_packing(network, setup) if budget.gpu is not None else None
 
     def fits(with_activations: bool) -> Iterator[str]:
         if with_activations:
-            return fitting(needs, spared, options, pack_devices, 1 - AUTO_SHARE)
-        return fitting(needs, everything, options, pack_devices, ACTIVATION_SHARE)
+            return fitting(needs, auto_budget, options, pack_devices, 1 - AUTO_SHARE)
+        return fitting(needs, budget, options, pack_devices, ACTIVATION_SHARE)
 
     if options.placement == AUTO:
-        name, reason = choose(needs["replicated"], spared, fits, setup.reserved_bytes)
+        name, reason = choose(needs["replicated"], auto_budget, fits, setup.reserved_bytes)
         if ranks.is_main:
             print(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
@@ -48,22 +53,22 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
         if not packing.fits:
             packing.check(options.placement, advice(fits(True)))
     else:
-        check_fits(options, needs, everything, lambda: fits(True))
+        check_fits(options, needs, budget, lambda: fits(True))
     return replace(setup, options=options)
 
 
 def load_teacher(network: Network, setup: Setup) -> Teacher:
-    """Loads the teacher into the place of a setup that `resolve_placement` returned. Communicates."""
+    """Loads the teacher under the placement of `setup`, which `resolve_placement` returned. Communicates."""
     return PLACEMENTS[setup.options.placement].import_class()(network, setup)
 
 
 def open_teacher(network: Network, setup: Setup) -> Teacher:
-    """Loads the teacher into its place. Communicates. Raises UserError before any weight is read."""
+    """Resolves the placement and loads the teacher. Communicates. Raises UserError before any weight is read."""
     return load_teacher(network, resolve_placement(network, setup))
 
 
 def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, device: torch.device) -> Teacher:
-    """The teacher of a command that runs in one process, in the place nearest to that of the run. Raises UserError."""
+    """The teacher for a command of one process, under the placement most similar to the recipe's. Raises UserError."""
     if options.placement != AUTO:
         spec = PLACEMENTS[options.placement]
         num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
@@ -72,7 +77,7 @@ def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, de
 
 
 def _check_given_map(network: Network, setup: Setup) -> None:
-    """Raises UserError where a map that the recipe gives does not suit the modules and devices."""
+    """Raises UserError if the recipe's device map, where it gives one, does not match the modules and devices."""
     given = PLACEMENTS[setup.options.placement].import_class().map_rule(setup.options).given
     if given is not None:
         modules = [network.skeleton(name, setup.dtype) for name in network.module_names]

@@ -1,4 +1,4 @@
-"""Which placements fit into the memory that is free: one account for `auto`, for refusals and for their advice."""
+"""Which placements fit into free memory, for `auto`, for refusals and for the advice in them."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from distiller.teachers.weights.quantized import plan_quantized_modules
 GIB = 2**30
 
 PackDevices = Callable[[str, float], Packing]
-"""(placement, share of each GPU that stays free) -> the placement's device maps on the node's GPUs."""
+"""(placement, share of each GPU's free memory to keep for activations) -> how its device maps fill the node's GPUs."""
 
 
 def by_speed(budget: MemoryBudget) -> list[str]:
     """The placements that may be proposed instead of another one, fastest first on this machine."""
-    ranks = {spec.name: spec.speed for spec in PLACEMENTS.values() if spec.speed is not None}
+    speeds = {spec.name: spec.speed for spec in PLACEMENTS.values() if spec.speed is not None}
     if budget.gpu is None:
-        return sorted(ranks, key=lambda name: ranks[name].on_cpus)
+        return sorted(speeds, key=lambda name: speeds[name].on_cpus)
     if budget.num_ranks == 1:
-        return sorted(ranks, key=lambda name: ranks[name].one_process)
-    return sorted(ranks, key=lambda name: ranks[name].on_gpus)
+        return sorted(speeds, key=lambda name: speeds[name].one_process)
+    return sorted(speeds, key=lambda name: speeds[name].on_gpus)
 
 
 def device_packing(network: Network, setup: Setup) -> PackDevices:
-    """How device maps would place the teacher on this node's GPUs. The returned call communicates; reads no weights."""
+    """A function that says how device maps would place the teacher on this node's GPUs.
+
+    The returned function communicates; it reads no weights.
+    """
 
     @cache
     def skeletons() -> tuple[list[ModulePlan], list[int]]:
@@ -52,7 +55,7 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
             budgets = budgets_of_devices(setup.ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
             return replace(pack(plans, rule.make, budgets, rule.allows_disk), maps=[])
 
-        # One rank of the node looks: free memory changes while others do. The worst of the nodes counts.
+        # Only one rank of a node measures, since measuring changes the free memory. The maps must fit on every node.
         packings = setup.ranks.gather(setup.ranks.broadcast_from_local_main(on_node))
         return next((packing for packing in packings if not packing.fits), packings[0])
 
@@ -66,15 +69,15 @@ def fitting(
     pack_devices: PackDevices | None,
     kept_share: float,
 ) -> Iterator[str]:
-    """The placements that fit, fastest first, each looked for when it is asked for.
+    """The placements that fit, fastest first; each is checked only when the iterator comes to it.
 
-    Communicates where `pack_devices` is given: a device map opens a context on every GPU of the node, which takes
-    memory there, so it is not made where something faster fits.
+    Communicates where `pack_devices` is given. Making a device map opens a CUDA context on every GPU of the node, which
+    takes memory there, so no map is made if a faster placement is accepted before.
 
     Args:
-        needs: of the placements that may run here.
-        budget: what is left of the GPUs when `kept_share` of their free memory is kept for activations.
-        pack_devices: how device maps would fill this node's GPUs; None on a machine without.
+        needs: placement -> its footprint, for placements that may run here.
+        budget: bytes for the teacher when `kept_share` of free memory is kept for activations.
+        pack_devices: how device maps would fill this node's GPUs; None on a machine without GPUs.
     """
 
     def fits(name: str) -> bool:
@@ -91,11 +94,11 @@ def fitting(
 def check_fits(
     options: Teacher, needs: Mapping[str, Footprint], budget: MemoryBudget, others: Callable[[], Iterable[str]]
 ) -> None:
-    """Raises UserError when the placement takes more than there is, naming those that do fit.
+    """Raises UserError, which names the placements that fit, if the recipe's takes more memory than there is.
 
     Args:
-        budget: all that the student leaves, with nothing kept for activations: a refusal is certain.
-        others: called for the placements that fit.
+        budget: all that the student leaves. Nothing is kept for activations, so that what is refused cannot work.
+        others: returns the placements that fit; called only for a refusal.
     """
     name = options.placement
     if name not in needs:
@@ -112,7 +115,7 @@ def check_fits(
 
 
 def advice(names: Iterable[str]) -> str:
-    """What to choose instead."""
+    """The end of a refusal: what to choose instead."""
     if listed := ", ".join(names):
         return f"these fit, fastest first: {listed}"
     return "no placement fits, so choose a smaller teacher.dtype or a smaller student"
@@ -121,27 +124,27 @@ def advice(names: Iterable[str]) -> str:
 def choose(
     whole: Footprint, budget: MemoryBudget, fits: Callable[[bool], Iterable[str]], reserved: int
 ) -> tuple[str, str]:
-    """`auto`: the placement, and why, in one line.
+    """(The placement that `auto` chooses, the reason in one line).
 
     Args:
-        whole: what `replicated` takes.
-        budget: what is left of `AUTO_SHARE` of the free memory.
+        whole: footprint of `replicated`.
+        budget: what the student leaves of `AUTO_SHARE` of the free memory.
         fits: the placements that fit, fastest first: with memory for activations (True), or without (False).
-        reserved: bytes of the student's state, on each GPU or on the host.
+        reserved: bytes of the student's state of one rank, on its GPU, or in host memory without GPUs.
     """
-    students = reserved * (budget.num_ranks if budget.gpu is None else 1)
+    student = reserved * (budget.num_ranks if budget.gpu is None else 1)
     taken, free = (whole.host, budget.host) if budget.gpu is None else (whole.gpu, budget.gpu)
     where = "host memory" if budget.gpu is None else "the GPU with least"
     reason = (
-        f"a whole teacher and the student take {(taken + students) / GIB:.2f} GiB of the {(free + students) / GIB:.2f} "
+        f"a whole teacher and the student take {(taken + student) / GIB:.2f} GiB of the {(free + student) / GIB:.2f} "
         f"that are {AUTO_SHARE:.0%} of what {where} has free"
     )
     fitting_names = (name for with_activations in (True, False) for name in fits(with_activations))
-    # Where nothing fits, `replicated` is refused with that advice.
+    # If nothing fits, the caller's check refuses `replicated` and says so.
     return next((name for name in fitting_names if PLACEMENTS[name].is_auto_candidate), "replicated"), reason
 
 
 def _budget_of(name: str, budget: MemoryBudget, options: Teacher) -> MemoryBudget:
-    """The budget as a placement meets it: of one rank's GPU, where one rank holds the teacher."""
+    """The budget that counts for a placement: if one rank alone holds the teacher, that of this rank's GPU."""
     spec = PLACEMENTS[name]
     return budget if spec.holder is None else budget.of_rank(spec.holder(spec.options.of(options)))

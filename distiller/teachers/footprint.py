@@ -1,4 +1,4 @@
-"""The teacher's size, what each placement takes of memory, and what is free, before any weight is read."""
+"""The teacher's size, the memory that each placement takes, and the free memory, before any weight is read."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.weights.layout import REST, lay_out
 
 AUTO_SHARE = 0.8
-"""Of free memory that `auto` and advice give to teacher and student; the rest is for activations."""
+"""Share of free memory that `auto` and advice give to teacher and student; the rest is for activations."""
 
 
 def measure(network: Network, dtype: torch.dtype) -> Sizes:
-    """Sizes from the modules' skeletons."""
+    """The teacher's sizes in bytes, from its modules without weights."""
     modules = [lay_out(network.skeleton(name, dtype), network.block_names(name)) for name in network.module_names]
     blocks = [unit.num_bytes for units in modules for unit in units if unit.name != REST]
     of_modules = [sum(unit.num_bytes for unit in units) for units in modules]
@@ -23,7 +23,10 @@ def measure(network: Network, dtype: torch.dtype) -> Sizes:
 
 
 def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Footprint]:
-    """What each placement takes on this node with this recipe's options; without those of which sizes do not tell."""
+    """Placement -> bytes that it takes on this node with the recipe's options.
+
+    Placements whose specification has no `memory` are left out: their memory does not follow from sizes alone.
+    """
     num_gpus = 0 if budget.gpu is None else max(budget.num_gpus, 1)
     world = World(setup.ranks.world_size, budget.num_ranks, num_gpus)
     return {
@@ -34,9 +37,10 @@ def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Fo
 
 
 def memory_budget(setup: Setup, share: float = 1.0) -> MemoryBudget:
-    """What the student leaves of a share of the memory that is free now. Communicates: all ranks get the same.
+    """Bytes that the student leaves of a share of the memory that is free now. Communicates; the same on all ranks.
 
-    Without GPUs the share is of host memory; with them, host memory is counted whole, since no activations lie there.
+    With GPUs, `share` is of their memory, and host memory is counted whole, since it holds no activations. Without
+    GPUs, `share` is of host memory.
     """
     device, ranks = setup.ranks.device, setup.ranks
     gpu, num_gpus = None, 0
@@ -46,8 +50,12 @@ def memory_budget(setup: Setup, share: float = 1.0) -> MemoryBudget:
         host = free_host_bytes() - reserved_host
     else:
         host = int(free_host_bytes() * share) - reserved_host - setup.reserved_bytes * ranks.local_world_size
-    found = ranks.gather((gpu, host))
-    of_ranks = tuple(one for one, _ in found if one is not None)
+    gathered = ranks.gather((gpu, host))
+    gpu_of_ranks = tuple(num_bytes for num_bytes, _ in gathered if num_bytes is not None)
     return MemoryBudget(
-        min(of_ranks, default=None), min(one for _, one in found), ranks.local_world_size, num_gpus, of_ranks
+        min(gpu_of_ranks, default=None),
+        min(num_bytes for _, num_bytes in gathered),
+        ranks.local_world_size,
+        num_gpus,
+        gpu_of_ranks,
     )

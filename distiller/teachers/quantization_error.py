@@ -1,4 +1,4 @@
-"""How far a quantised teacher's answers are from those of the same weights unquantised, on the run's own inputs."""
+"""Relative error of a quantised teacher's outputs against the same weights unquantised, on the run's own inputs."""
 
 from __future__ import annotations
 
@@ -15,35 +15,37 @@ from distiller.teachers.disk import DiskTeacher
 
 NUM_SAMPLES_PER_MODULE = 2
 MAX_SAMPLES_EXAMINED = 64
-"""Samples among which those for each module are sought."""
+"""Requests that are searched for `NUM_SAMPLES_PER_MODULE` of each module."""
 
 
 def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: Iterable[Request]) -> float:
-    """||q - f|| / ||f|| of the output for which it is largest, said in one line on rank 0. Communicates.
+    """||q - f|| / ||f|| of the output for which it is largest, in the 2-norm over all samples; rank 0 prints it.
 
-    f are the answers in `teacher.dtype`. Rank 0 reads those weights from their files once, and holds two blocks of them
-    and what is outside of blocks, beside the quantised teacher.
+    q are the quantised teacher's outputs, f those of the unquantised weights in `teacher.dtype`. Communicates. Rank 0
+    reads the unquantised weights from their files once; its device holds two blocks of them and the weights outside of
+    blocks, beside the quantised teacher. Returns the same number on every rank.
 
     Args:
-        teacher: the quantised one, in its place.
-        requests: of one sample each, on any device, the same on every rank; the first for each module are asked.
+        teacher: the quantised teacher.
+        requests: of one sample each, on any device, the same on every rank; of each module the first
+            `NUM_SAMPLES_PER_MODULE` are used.
     """
-    asked = [_to(request, setup.ranks.device) for request in _choose(requests, len(network.module_names))]
-    ours = teacher.predict(asked)
-    errors = setup.ranks.broadcast_from_main(lambda: _errors(ours, _unquantised(network, setup, asked)))
+    chosen = [_to(request, setup.ranks.device) for request in _choose(requests, len(network.module_names))]
+    quantized = teacher.predict(chosen)
+    errors = setup.ranks.broadcast_from_main(lambda: _errors(quantized, _unquantised(network, setup, chosen)))
     name = max(errors, key=lambda name: errors[name])
     if setup.ranks.is_main:
         dtype = str(setup.dtype).removeprefix("torch.")
         which = f"{name}, the worst of {len(errors)}; " if len(errors) > 1 else ""
         print(
             f"{setup.options.quantization} teacher: its outputs differ from {dtype}'s by {errors[name]:.1%} "
-            f"({which}relative, {len(asked)} samples)"
+            f"({which}relative, {len(chosen)} samples)"
         )
     return errors[name]
 
 
 def _choose(requests: Iterable[Request], num_modules: int) -> list[Request]:
-    """The first two for each module."""
+    """The first `NUM_SAMPLES_PER_MODULE` requests for each module."""
     counts: Counter[tuple[int, ...]] = Counter()
     chosen = []
     for request in islice(requests, MAX_SAMPLES_EXAMINED):
@@ -60,6 +62,7 @@ def _to(request: Request, device: torch.device) -> Request:
 
 
 def _unquantised(network: Network, setup: Setup, requests: Sequence[Request]) -> list[Outputs]:
+    """Outputs of the unquantised weights, read block by block; one rank alone, without communication."""
     options = setup.options.model_copy(
         update={"placement": "disk", "quantization": "none", "ring_blocks": 2, "resident_blocks": 0, "amortise": True}
     )
@@ -68,12 +71,13 @@ def _unquantised(network: Network, setup: Setup, requests: Sequence[Request]) ->
     teacher.close()
     del teacher
     if setup.ranks.device.type == "cuda":
-        # Under balanced other processes allocate on this GPU too.
+        # Under `balanced` other processes allocate on this GPU too, and cannot use what this allocator has cached.
         torch.cuda.empty_cache()
     return outputs
 
 
 def _errors(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> dict[str, float]:
+    """Output's name -> ||q - f|| / ||f||, with q from `ours` (quantised) and f from `theirs`, computed in float32."""
     errors = {}
     for name in theirs[0]:
         pairs = [(q[name].float(), f[name].float()) for q, f in zip(ours, theirs, strict=True)]

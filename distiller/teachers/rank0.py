@@ -1,4 +1,4 @@
-"""`teacher.placement: rank0`: the whole teacher on one rank's device, which answers for all ranks."""
+"""`teacher.placement: rank0`: the whole teacher on one rank's device, which runs the requests of all ranks."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from distiller.teachers.weights.loading import ModulePlan, plan_modules, read_to
 
 @final
 class Rank0Teacher(Teacher):
-    """One rank (`teacher.rank`) holds all modules and runs all ranks' calls, those that fit together as one batch.
+    """One rank (`teacher.rank`) holds all modules and runs all ranks' calls; calls of the same kind run as one batch.
 
-    The other ranks hold nothing, and wait while it computes. `predict` communicates. Raises UserError for a rank that
-    there is not.
+    The other ranks hold no weights, and wait while this rank computes. Loading and `predict` communicate.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
@@ -28,7 +27,7 @@ class Rank0Teacher(Teacher):
         self._network, self._micro_batch = network, options.micro_batch
         self._modules: dict[str, nn.Module] = {}
         plans = plan_modules(network, setup, is_reader=ranks.rank == options.rank)
-        # The others wait here, in a group with a long time-out, and not in the first exchange, which has a short one.
+        # Ranks wait for the load here, over gloo with a long timeout; in the first exchange the timeout is short.
         num_bytes = ranks.all_succeed(lambda: sum(self._load(plan, ranks.device) for plan in plans))
         self._memory = TeacherMemory(gpu_bytes=num_bytes)
         if ranks.device.type == "cpu":
@@ -46,7 +45,7 @@ class Rank0Teacher(Teacher):
         self._memory = TeacherMemory()
 
     def _load(self, plan: ModulePlan, device: torch.device) -> int:
-        """Reads a module where its files are open, that is on the holder; returns the bytes that it takes here."""
+        """Loads a module on the rank that holds the teacher; returns the bytes that it takes on this rank, else 0."""
         if plan.files is None:
             return 0
         staging = staging_buffer(plan.units, device)
@@ -64,7 +63,7 @@ class Rank0Teacher(Teacher):
         return [[next(answered) for _ in calls] for _, calls in agenda]
 
     def _run(self, call: Call) -> Outputs:
-        """Runs all ranks' rows of one kind, `micro_batch` at a time."""
+        """Runs all ranks' rows of one kind of call, `micro_batch` rows in a forward pass."""
         module, num_rows = self._modules[call.module], len(next(iter(call.inputs.values())))
         step = self._micro_batch or num_rows
         if num_rows <= step:
@@ -74,6 +73,6 @@ class Rank0Teacher(Teacher):
             rows = slice(start, start + step)
             inputs = {name: value[rows] for name, value in call.inputs.items()}
             for name, part in self._network.run(module, Call(call.module, inputs, call.wanted)).items():
-                # Into place at once: joining the parts at the end would hold all outputs twice.
+                # Copied into the whole output at once: concatenating the parts at the end would hold all outputs twice.
                 whole.setdefault(name, part.new_empty(num_rows, *part.shape[1:]))[rows] = part
         return whole

@@ -1,4 +1,4 @@
-"""Whether a placement runs in this world, and the support table: both from the placements' specifications. No torch."""
+"""Checks a placement against processes and engine, and makes the support table, from the placements' specifications."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distiller.errors import UserError
 
 
 def may_run(teacher: Teacher, name: str, num_processes: int, under_deepspeed: bool) -> bool:
-    """Whether this placement could take the place of the recipe's."""
+    """Whether placement `name` could run in place of the recipe's, whatever the teacher's size."""
     try:
         check_placement(teacher.model_copy(update={"placement": name}), num_processes, under_deepspeed)
     except UserError:
@@ -20,7 +20,7 @@ def may_run(teacher: Teacher, name: str, num_processes: int, under_deepspeed: bo
 
 
 def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool) -> None:
-    """Raises UserError where the recipe's teacher cannot run in this world, whatever its size."""
+    """Raises UserError if placement or quantisation cannot run with these processes and engine, whatever the size."""
     spec = None if teacher.placement == AUTO else PLACEMENTS[teacher.placement]
     if spec is not None:
         if teacher.quantization not in spec.quantizations:
@@ -36,7 +36,7 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
 
 
 def table() -> str:
-    """What each placement takes and runs beside, as a Markdown table."""
+    """The support table in Markdown: each placement's memory, engines, quantisation, and what ranks exchange."""
     heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP, FSDP or alone", "beside ZeRO")
     rows = ["| " + " | ".join((*heads, "int8", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
     for spec in PLACEMENTS.values():

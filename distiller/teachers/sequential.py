@@ -1,4 +1,4 @@
-"""`teacher.placement: sequential`: one copy a node, which fills one GPU after the other."""
+"""`teacher.placement: sequential`: one copy of the teacher for each node, which fills one GPU after the other."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from distiller.teachers.device_map.teacher import DeviceMapTeacher, MapRule
 
 @final
 class SequentialTeacher(DeviceMapTeacher):
-    """The first GPUs are filled up to what the student needs there, in Accelerate's way; the last may stay empty.
+    """Fills the GPUs one by one, as Accelerate's `infer_auto_device_map`, except for what the student needs on each.
 
-    Every rank sends its own requests through all GPUs in use. There the ranks take turns, so all of a node call
-    `predict` equally often; `close` communicates.
+    The last GPUs may stay empty. Every rank runs its own requests on all GPUs in use, which run the ranks' passes in a
+    fixed order. So all ranks call `predict` equally often; see `DeviceMapTeacher`. `close` communicates.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""`teacher.placement: sharded`: every rank holds its share of each tensor, on its device or off it."""
+"""`teacher.placement: sharded`: every rank holds a shard of each tensor, on its device or offloaded."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from distiller.teachers.sharding.zero3 import Zero3Modules
 
 @final
 class ShardedTeacher(Teacher):
-    """FSDP2, or, where the student's engine is DeepSpeed, ZeRO-3 in an engine of its own.
+    """Sharded by FSDP2, or, where the student's engine is DeepSpeed, by ZeRO-3 in a separate engine.
 
-    Blocks are gathered as a forward pass comes to them: `predict` communicates, and all ranks run the same passes.
+    A forward pass gathers each block before it runs. So `predict` communicates, and all ranks run the same passes.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""`teacher.placement: streamed`: one host copy a node; blocks pass through a few buffers on each GPU, copied ahead."""
+"""`teacher.placement: streamed`: one host copy for each node; blocks are copied ahead into buffers on each GPU."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, lo
 
 @final
 class StreamedTeacher(Teacher):
-    """Host to device only: the weights are frozen, so nothing is copied back.
+    """Copies go from host to device only: the weights are frozen, so nothing is copied back.
 
-    The rest of each module (embeddings, head) and `teacher.resident_blocks` stay on the GPU. The node's ranks share
-    one page-locked copy of the other blocks; with `teacher.shard_transfers` each copies its share of a block and they
-    gather it, and then `predict` communicates.
+    What is outside of blocks (embeddings, head) and `teacher.resident_blocks` stay on the GPU. The node's ranks share
+    one page-locked copy of the other blocks. With `teacher.shard_transfers` each rank copies its share of a block to
+    its GPU, and the GPUs exchange the shares; `predict` then communicates.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks, options = network, setup.ranks, StreamedOptions.of(setup.options)
-        device, count = setup.ranks.device, setup.ranks.local_world_size
+        device, num_ranks = setup.ranks.device, setup.ranks.local_world_size
         self._is_sharing = shares_transfers(setup)
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
         resident = choose_resident(plans, setup)
@@ -38,46 +38,47 @@ class StreamedTeacher(Teacher):
             plan.name: [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
             for plan in plans
         }
-        passing = [(plan, unit) for plan in plans for unit in plan.units if unit not in kept[plan.name]]
-        units = [OffloadedBlock(plan.name, plan.module, unit) for plan, unit in passing]
+        offloaded = [(plan, unit) for plan in plans for unit in plan.units if unit not in kept[plan.name]]
+        blocks = [OffloadedBlock(plan.name, plan.module, unit) for plan, unit in offloaded]
 
-        # All that can be refused for lack of memory or of a right comes before weights are read.
-        step = ALIGNMENT * (count if self._is_sharing else 1)
-        sizes = [-(-unit.num_bytes // step) * step for _, unit in passing]
+        # Whatever can fail for lack of memory or of a permission comes before weights are read.
+        alignment = ALIGNMENT * (num_ranks if self._is_sharing else 1)
+        sizes = [-(-unit.num_bytes // alignment) * alignment for _, unit in offloaded]
         self._host = setup.ranks.all_succeed(lambda: HostCopy.make(sizes, setup.ranks))
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
-        slots = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(units)), device)
-        self._slot_bytes = sum(slot.data.nbytes for slot in slots)
-        feed = self._feed(slots)
+        buffers = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(blocks)), device)
+        self._slot_bytes = sum(buffer.data.nbytes for buffer in buffers)
+        copier = self._feed(buffers)
 
         self._resident_bytes = 0
         for plan in plans:
             self._resident_bytes += load_on_all_ranks(plan, kept[plan.name], setup.ranks) + own_buffer_bytes(
                 plan.module
             )
-        sources = [(unit, plan.files) for plan, unit in passing if plan.files is not None]
+        sources = [(unit, plan.files) for plan, unit in offloaded if plan.files is not None]
         pieces = [self._host.piece(index) for index in range(len(sources))]
         setup.ranks.all_succeed(lambda: load_units(sources, pieces))
         for plan in plans:
             plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
-        self._passing = OffloadedModules(network, modules, units, slots, feed, device, options.amortise)
+        self._passing = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
 
     def memory(self) -> TeacherMemory:
-        own = self._resident_bytes + self._slot_bytes
+        own_bytes = self._resident_bytes + self._slot_bytes
         if self._ranks.device.type == "cpu":
-            return TeacherMemory(host_bytes=own * self._ranks.local_world_size + self._host.num_bytes)
-        return TeacherMemory(own, self._host.num_bytes)
+            return TeacherMemory(host_bytes=own_bytes * self._ranks.local_world_size + self._host.num_bytes)
+        return TeacherMemory(own_bytes, self._host.num_bytes)
 
     def close(self) -> None:
         self._passing.close()
         self._host.close()
 
     def _feed(self, slots: Sequence[BlockBuffer]) -> Copier:
+        """The copier that fills these buffers. Communicates where the ranks share transfers."""
         ranks, pieces = self._ranks, self._host.piece
         on_gpu = ranks.device.type == "cuda"
         if self._is_sharing and slots:
@@ -90,14 +91,17 @@ class StreamedTeacher(Teacher):
 
 
 def shares_transfers(setup: Setup) -> bool:
-    """Whether each of the node's ranks copies a share of every block: not when there is but one."""
+    """Whether each of the node's ranks copies only a share of every block; False with one rank on the node."""
     wanted = StreamedOptions.of(setup.options).shard_transfers
     is_wanted = setup.ranks.device.type == "cuda" if wanted == "auto" else wanted
     return is_wanted and setup.ranks.local_world_size > 1
 
 
 def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str, str]]:
-    """(module, block) of those that stay on the device, spread evenly so that copying never pauses. Communicates."""
+    """(module, block) names of the blocks that stay on the device, evenly spaced so that copying never pauses.
+
+    Communicates where `teacher.resident_blocks` is `auto`.
+    """
     blocks = [(plan.name, unit.name) for plan in plans for unit in plan.units if unit.name != REST]
     count = BlockBufferOptions.of(setup.options).resident_blocks
     if count == "auto":
@@ -107,9 +111,9 @@ def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str,
 
 
 def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
-    """How many blocks a GPU can keep beside the student and the buffers, from four fifths of what it has free.
+    """Number of blocks that fit in `AUTO_SHARE` of the GPU's free memory beside the student and the pool's buffers.
 
-    The last fifth is for activations.
+    The rest of the free memory is for activations. 0 on the CPU.
     """
     device, options = setup.ranks.device, BlockBufferOptions.of(setup.options)
     if device.type != "cuda":

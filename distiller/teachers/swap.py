@@ -1,6 +1,7 @@
-"""`teacher.placement: swap`: the teacher is in host memory, and a whole module is copied to the device to answer.
+"""`teacher.placement: swap`: the teacher is in host memory, and each module is copied whole to the device to run.
 
-What people do by hand with `.to("cuda")` and `.to("cpu")`, without the way back: frozen weights need not be copied out.
+The same as `.to("cuda")` before a module runs and `.to("cpu")` after it, except that nothing is copied back, since the
+weights are frozen.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from distiller.teachers.weights.loading import ModulePlan, plan_modules
 
 @final
 class SwapTeacher(Teacher):
-    """Every rank keeps a host copy of its own and nothing on its device while the student trains.
+    """Every rank has its own host copy, and nothing on its device while the student trains.
 
-    Within `predict` one module at a time is on the device, whole. Communicates only while loading. Raises UserError
-    where the node's memory is too small for as many copies as it has ranks.
+    Within `predict` one whole module at a time is on the device. Communicates only while loading. Raises UserError if
+    the node's memory is too small for one copy for each of its ranks.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
@@ -38,7 +39,7 @@ class SwapTeacher(Teacher):
         self._ranks.all_succeed(lambda: _check_host_memory(sum(sizes), self._ranks.local_world_size))
         self._host = HostCopy.make(sizes, self._ranks.as_single_process())
         if SwapOptions.of(setup.options).pin_memory and self._ranks.device.type == "cuda":
-            # Before the weights are read: a driver that refuses should do so early.
+            # Before weights are read, so that a driver that refuses to page-lock memory does it early.
             self._ranks.all_succeed(self._host.page_lock)
         pieces = iter([self._host.piece(index) for index in range(len(sizes))])
         self._modules = {plan.name: _SwappedModule(plan, [next(pieces) for _ in plan.units]) for plan in plans}
@@ -55,7 +56,7 @@ class SwapTeacher(Teacher):
 
     def close(self) -> None:
         if self._ranks.device.type == "cuda":
-            # The last copies may still read from the memory that goes now.
+            # The last copies may still read from the memory that is freed now.
             torch.cuda.synchronize(self._ranks.device)
         self._modules.clear()
         self._host.close()
@@ -69,8 +70,9 @@ class SwapTeacher(Teacher):
         return results
 
 
+@final
 class _SwappedModule:
-    """A module whose parameters are on the meta device, and their values in host memory, while it does not run."""
+    """A module whose weights are in host memory, and whose parameters are on the meta device while it does not run."""
 
     def __init__(self, plan: ModulePlan, pieces: Sequence[Tensor]) -> None:
         self._module, self._units, self._pieces = plan.module, plan.units, pieces
@@ -83,18 +85,18 @@ class _SwappedModule:
         ]
 
     def fill(self, plan: ModulePlan, ranks: Ranks) -> None:
-        """Rank 0 reads each unit into its memory, the others receive it into theirs. Communicates."""
+        """Rank 0 reads each unit into its host copy, and the other ranks receive it into their own. Communicates."""
         for unit, piece in zip(self._units, self._pieces, strict=True):
             if ranks.is_main:
                 assert plan.files is not None
                 read_unit(unit, plan.files, piece)
             if ranks.world_group is not None and unit.num_bytes:
-                # From host to host: the default group may know GPUs alone.
+                # In the gloo group: the default group may support GPU tensors only.
                 dist.broadcast(piece, 0, ranks.world_group)
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[nn.Module]:
-        """The module with its weights on the device; they are gone from there afterwards."""
+        """Yields the module with its weights on the device; afterwards they are only in host memory again."""
         try:
             for unit, piece in zip(self._units, self._pieces, strict=True):
                 buffer = torch.empty(unit.num_bytes, dtype=torch.uint8, device=device)

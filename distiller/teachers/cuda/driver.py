@@ -1,12 +1,14 @@
 """Calls of the CUDA driver that torch does not offer: stream memory operations, and copies to mapped memory.
 
-https://docs.nvidia.com/cuda/cuda-driver-api/ ; all act on the current device of the calling thread.
+See https://docs.nvidia.com/cuda/cuda-driver-api/. Functions with a stream act on its device, the others on the calling
+thread's current device. All raise RuntimeError when the driver returns an error.
 """
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
+from typing import final
 
 import torch
 
@@ -15,12 +17,13 @@ _WRITE_AFTER_ALL_BEFORE = 0
 _LAZY_PEER_ACCESS = 1
 
 
+@final
 class _Handle(ctypes.Structure):
     _fields_ = [("reserved", ctypes.c_char * 64)]
 
 
 def write_value(address: int, value: int, stream: torch.cuda.Stream) -> None:
-    """Writes 32 bits after the stream's work so far, whose own writes to memory are then visible."""
+    """Queues a write of 32 bits to an address; the stream's writes before it are visible to readers of the value."""
     _call("cuStreamWriteValue32_v2", stream, *_pointers(address), ctypes.c_uint32(value), _WRITE_AFTER_ALL_BEFORE)
 
 
@@ -30,14 +33,14 @@ def wait_value(address: int, value: int, stream: torch.cuda.Stream) -> None:
 
 
 def copy(target: int, source: int, num_bytes: int, stream: torch.cuda.Stream) -> None:
-    """Copies between GPU addresses, also of memory mapped from another process and GPU, by a copy engine."""
+    """Queues a copy between GPU addresses, also of memory that is mapped from another process, by a copy engine."""
     if num_bytes:
         with torch.cuda.device(stream.device):
             _check("cuMemcpyDtoDAsync_v2", *_pointers(target, source), ctypes.c_size_t(num_bytes), _stream(stream))
 
 
 def export_memory(address: int) -> tuple[bytes, int]:
-    """(A handle of the allocation for another process's `map_memory`, the address's offset in the allocation)."""
+    """(Handle of the allocation for `map_memory` in another process, offset of the address in it in bytes)."""
     base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
     _check("cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), *_pointers(address))
     _check("cuIpcGetMemHandle", ctypes.byref(handle), base)
@@ -45,7 +48,7 @@ def export_memory(address: int) -> tuple[bytes, int]:
 
 
 def map_memory(handle: bytes) -> int:
-    """Maps another process's allocation and returns its address in this process. Raises RuntimeError."""
+    """Maps the allocation of another process and returns its address in this process."""
     address = ctypes.c_uint64()
     _check("cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle), _LAZY_PEER_ACCESS)
     return address.value

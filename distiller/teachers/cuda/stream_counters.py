@@ -1,6 +1,7 @@
 """Counters that the GPUs of a node write and wait for, in the order of their streams, without the host.
 
-They are in host memory that every rank and every GPU maps. Only a stream waits: no multiprocessor and no process.
+They are in host memory that every rank and every GPU maps. A wait blocks only a stream: it occupies no multiprocessor
+and blocks no process.
 """
 
 # Attributes that the libraries set at run time, which their stubs lack.
@@ -17,7 +18,7 @@ from distiller.teachers.cuda import driver
 from distiller.teachers.weights.host_copy import PAGE_BYTES, HostCopy
 
 LINE_BYTES = 64
-"""From one counter to the next, so that no two share a cache line."""
+"""Distance from one counter to the next, so that no two share a cache line."""
 
 _FOR_ALL_DEVICES = 1
 _MAPPED = 2

@@ -1,1 +1,1 @@
-"""One teacher spread over a node's GPUs by a device map."""
+"""One copy of the teacher, spread over a node's GPUs by a device map."""

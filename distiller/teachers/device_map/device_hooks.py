@@ -19,24 +19,25 @@ from distiller.teachers.weights.layout import Binding, Unit, move_own_buffers
 
 @final
 class DeviceCopies:
-    """Copies tensors to devices; one that several blocks get (text, timestep, rotary tables) once for each device.
+    """Copies tensors to devices; a tensor that several blocks need (text, timestep) is copied once for each device.
 
-    Accelerate's own hook copies it for every block. A copy lives as long as its original, and is made again when either
-    was written to. Nothing waits on the host where both are GPUs: copies keep the order of both devices' streams.
+    Accelerate's own hook copies it for every block. A copy lives as long as its original, and is made again if one of
+    the two has been written to. From GPU to GPU the host does not wait: copies are in order with both devices' current
+    streams.
     """
 
     def __init__(self) -> None:
         self._copies = WeakTensorKeyDictionary()
 
     def copy_to(self, data: Any, device: torch.device) -> Any:
-        """`data` with the tensors in nested tuples, lists and dicts on the device; unchanged where they are there."""
+        """`data` with all tensors in nested tuples, lists and dicts on the device, copied where necessary."""
         return recursively_apply(self._copy_tensor, data, device)
 
     def _copy_tensor(self, tensor: Tensor, device: torch.device) -> Tensor:
         if tensor.device == device:
             return tensor
         if tensor.is_inference():
-            # Such a tensor counts no version, so writing to it would not be noticed.
+            # An inference tensor has no version counter, so a write to it would not be noticed.
             return tensor.to(device)
         if tensor not in self._copies:
             self._copies[tensor] = {}
@@ -70,10 +71,10 @@ class OnloadedWeights:
 
 @final
 class DeviceHook(ModelHook):
-    """Moves inputs to a device, onloads weights if there are any to onload, and moves outputs on.
+    """Before a partition runs, moves its inputs to a device and onloads its weights; afterwards moves its outputs.
 
-    Unlike Accelerate's `AlignDevicesHook` it never touches resident weights, which are views of memory that all ranks
-    share, and copies the others as one run of bytes and not tensor by tensor.
+    Unlike Accelerate's `AlignDevicesHook` it never replaces resident weights, which are views of memory that all ranks
+    share, and it onloads the others as one run of bytes instead of tensor by tensor.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class DeviceHook(ModelHook):
         weights: OnloadedWeights | None,
         ticket_lock: GpuTicketLock | None,
     ) -> None:
-        """`output_device` None: outputs stay on `device`. `weights` None: they are resident."""
+        """`output_device` None: outputs stay on `device`. `weights` None: all weights are resident."""
         self._copies, self._device, self._output_device = copies, device, output_device
         self._weights, self._ticket_lock = weights, ticket_lock
 
@@ -120,11 +121,11 @@ def attach_hooks(
     for partition in partitions:
         prefix = f"{partition.path}." if partition.path else ""
         has_inner = any(other is not partition and other.path.startswith(prefix) for other in partitions)
-        locks = ticket_lock is not None and isinstance(partition.location, int) and not has_inner
+        takes_lock = ticket_lock is not None and isinstance(partition.location, int) and not has_inner
         submodule, device = module.get_submodule(partition.path), device_of(partition.location)
         output_device = None if partition.output_location is None else device_of(partition.output_location)
-        # A partition comes before those inside it, which then move their own buffers on.
+        # Outer partitions come first, and those inside them then move their own buffers to their own devices.
         move_own_buffers(submodule, device)
         weights = onloaded.get(partition.path)
-        hook = DeviceHook(copies, device, output_device, weights, ticket_lock if locks else None)
+        hook = DeviceHook(copies, device, output_device, weights, ticket_lock if takes_lock else None)
         add_hook_to_module(submodule, hook)

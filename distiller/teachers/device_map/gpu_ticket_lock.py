@@ -1,8 +1,9 @@
 """A lock on each GPU that grants forward passes of several processes in a fixed order (by ticket number).
 
-All ranks of a node send forward passes through one copy of the teacher that is spread over the GPUs. Without an order
-the driver gives each process slices of time on the first GPU while the second waits, and then the other way round: two
-H200 ran at half of their speed. With an order, the passes follow each other like a pipeline.
+All ranks of a node run forward passes on one copy of the teacher that is spread over the GPUs. Without an order the
+driver gives each process slices of time on the first GPU while the second is idle, and then the other way round: two
+H200 ran at half of their speed. In a fixed order, one pass computes on the second GPU while the next one computes on
+the first, as in a pipeline.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from distiller.teachers.cuda.stream_counters import StreamCounters
 class GpuTicketLock:
     """Numbers every pass of every rank (its ticket), and grants each GPU to the passes in that order.
 
-    Streams wait, not the host. Results do not depend on it: a pass that returns to a GPU which it has released computes
-    there without the lock. How many parts of a module run on each GPU is counted in its first pass; in that one, and
-    when a later pass runs fewer parts, a GPU is released at the end of the pass. All ranks of the node make equally
-    many passes.
+    Streams wait, not the host. The lock affects speed only: a pass that returns to a GPU which it has released computes
+    there without the lock. The first pass through a module counts how many of its parts run on each GPU; it releases
+    all GPUs at its end. A later pass releases a GPU after that number of parts, or at its end if it runs fewer. All
+    ranks of the node must make the same number of passes.
     """
 
     def __init__(self, devices: Sequence[torch.device], ranks: Ranks) -> None:
@@ -45,7 +46,7 @@ class GpuTicketLock:
         self._held, self._released, self._parts_run = set(), set(), Counter()
 
     def acquire(self, device: torch.device) -> None:
-        """The device's current stream waits until it is this pass's turn there."""
+        """Makes the device's current stream wait until all passes with lower tickets have released the device."""
         if device not in self._held and device not in self._released:
             self._next_tickets.wait(self._devices.index(device), self._ticket, torch.cuda.current_stream(device))
             self._held.add(device)

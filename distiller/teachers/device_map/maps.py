@@ -29,14 +29,14 @@ ACTIVATION_SHARE = 0.1
 """Share of a GPU's free memory that a device map leaves for activations."""
 
 CONTEXT_BYTES = 2**29
-"""What a process takes of each GPU that it computes on, before any tensor: CUDA's context and kernels."""
+"""Bytes that a process takes on each GPU that it computes on, before any tensor: CUDA's context and kernels."""
 
 
 def balanced_map(module: nn.Module, block_names: Sequence[str], budgets: Mapping[int, int]) -> DeviceMap:
-    """About as many bytes on each device; `budgets` are the bytes that each device number has for the module.
+    """A map with about equal bytes on each device. `budgets`: device number -> bytes that it has for the module.
 
-    What exceeds them is mapped to `disk`. Sizes are those of the module's own dtypes, float32 islands included; blocks
-    are never split.
+    Tensors that exceed the budgets are mapped to `disk`. Sizes follow from each tensor's own dtype; blocks are never
+    split.
     """
     classes = _block_classes(module, block_names)
     with _unknown_devices_allowed():
@@ -45,7 +45,7 @@ def balanced_map(module: nn.Module, block_names: Sequence[str], budgets: Mapping
 
 
 def sequential_map(module: nn.Module, block_names: Sequence[str], budgets: Mapping[int, int]) -> DeviceMap:
-    """The first device is filled before the next one is begun; otherwise as `balanced_map`."""
+    """A map that fills each device before the next one; otherwise as `balanced_map`."""
     return _infer(module, _block_classes(module, block_names), dict(budgets))
 
 
@@ -59,7 +59,7 @@ def location_of(name: str, device_map: Mapping[str, Location]) -> Location | Non
 
 
 def num_devices(ranks: Ranks) -> int:
-    """How many devices a map may number: the node's GPUs, or without any its ranks."""
+    """Number of devices that a map may use: the node's GPUs, or on a machine without GPUs its ranks."""
     return torch.cuda.device_count() if ranks.device.type == "cuda" else ranks.local_world_size
 
 
@@ -95,9 +95,9 @@ def budgets_of_devices(
 ) -> dict[int, int]:
     """Device number -> bytes that it has for the teacher.
 
-    Of a GPU's free memory these are left out: `kept_share` for activations, `reserved_bytes` for the student where a
-    rank trains on it (`gpus_of_ranks`), and a CUDA context for every rank, since all ranks compute on every GPU.
-    Without GPUs every number stands for the same host memory.
+    A GPU's budget is its free memory without `kept_share` for activations, without `reserved_bytes` for the student if
+    a rank trains on it (`gpus_of_ranks`), and without a CUDA context for every rank, since all ranks compute on every
+    GPU. Without GPUs, each number has all of the same free host memory.
     """
     if ranks.device.type == "cpu":
         return dict.fromkeys(range(ranks.local_world_size), free_host_bytes())
@@ -132,7 +132,7 @@ class Packing:
         return not self.unplaced and all(self.needed[device] <= self.budgets[device] for device in self.needed)
 
     def check(self, placement: str, advice: str) -> None:
-        """Raises UserError unless it fits. `advice` says what to choose instead."""
+        """Raises UserError unless everything fits. `advice`, the end of the message, says what to choose instead."""
         if self.fits:
             return
         total = sum(self.needed.values()) + self.unplaced
@@ -160,7 +160,7 @@ def _infer(module: nn.Module, classes: list[str], max_memory: dict[int, int]) ->
 
 @contextmanager
 def _unknown_devices_allowed() -> Iterator[None]:
-    """Silences Accelerate's warning of device numbers that are no GPUs, for machines where ranks stand for GPUs."""
+    """Silences Accelerate's warning about device numbers without a GPU, since ranks may stand for GPUs."""
     logger = logging.getLogger("accelerate.utils.modeling")
     before = logger.level
     logger.setLevel(logging.ERROR)

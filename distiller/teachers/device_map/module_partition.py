@@ -1,4 +1,4 @@
-"""Splits a module into the partitions that a device map makes, and its units into groups of tensors by location."""
+"""Splits a module into partitions by a device map, and its units into groups of tensors by location."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -24,8 +24,8 @@ class ModulePartition:
     """A submodule that computes on one device.
 
     Attributes:
-        path: its name; empty for the module itself.
-        names: of its saved tensors; without those of other partitions inside it.
+        path: the submodule's name; empty for the whole module.
+        names: of its saved tensors, without those of other partitions inside it.
         location: of these tensors.
         output_location: where its outputs are moved to; None leaves them where they are.
     """
@@ -55,11 +55,11 @@ class TensorGroup:
 def partition_module(
     plan: ModulePlan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
 ) -> list[ModulePartition]:
-    """The largest submodules whose tensors have one location; the module itself is always the first.
+    """The largest submodules whose tensors have one location; the first is always the whole module.
 
-    What is not resident is onloaded for a forward pass, so it is split down to blocks at least. A block's output stays
-    on its device, for the next block; that of any other partition moves to where the surrounding module computes, which
-    is the location of that module's own tensors.
+    Tensors that are not resident are onloaded when their partition runs, so a module that contains blocks is split
+    unless all its tensors are resident. A block's output stays on its device, for the next block. The output of any
+    other partition moves to where the surrounding module computes, which is the location of that module's own tensors.
 
     Raises:
         UserError: a module's own tensors have several locations, and its forward pass uses them on one device.
@@ -98,7 +98,7 @@ def partition_module(
 def resident_groups(
     plan: ModulePlan, device_map: Mapping[str, Location], is_resident: Callable[[Location], bool]
 ) -> list[TensorGroup]:
-    """The resident tensors, by location and unit. A tied tensor is in a group of each location that its names have."""
+    """The resident tensors, grouped by location and unit. A tied tensor is in a group of each location of its names."""
     locations: dict[Location, None] = {}
     for unit in plan.units:
         for entry in unit.entries:
@@ -123,7 +123,7 @@ def onloaded_group(plan: ModulePlan, partition: ModulePartition) -> TensorGroup:
 
 
 def separate_shared_names(plan: ModulePlan) -> None:
-    """Gives every use of a shared (tied) tensor or submodule a parameter of its own, so that each can have its device.
+    """Gives every use of a shared (tied) tensor or submodule a separate parameter, for a device of its own.
 
     Weights must be on the meta device. The layout, which records what is shared, must be made before.
     """
@@ -156,6 +156,7 @@ def _location(name: str, device_map: Mapping[str, Location]) -> Location:
 def _pack(
     module_name: str, location: Location, name: str, kept: Sequence[tuple[Entry, tuple[str, ...]]]
 ) -> TensorGroup:
+    """The group of these tensors, laid out from offset 0. `kept`: (tensor, names that it has in this group)."""
     entries, offset = [], 0
     for entry, _ in kept:
         entries.append(replace(entry, offset=offset))

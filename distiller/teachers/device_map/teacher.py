@@ -1,4 +1,4 @@
-"""One copy of the teacher for each node, spread over its GPUs by a device map: what three placements share."""
+"""Base of `balanced`, `sequential` and `custom`: one copy of the teacher a node, spread over GPUs by a device map."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -8,6 +8,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import final
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
@@ -37,28 +38,29 @@ MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
 """(module without weights, its blocks, bytes that each device number has for it) -> device map."""
 
 
+@final
 @dataclass(frozen=True)
 class MapRule:
-    """How a placement makes device maps; `given` is the map, for every module, where the recipe has it."""
+    """How a placement makes device maps. `given`: the recipe's map, for all modules; None if there is none."""
 
     make: MakeMap
     given: DeviceMap | None = None
 
     @property
     def allows_disk(self) -> bool:
-        """Whether maps may hold `disk`; otherwise that is what found no device."""
+        """Whether maps may place tensors on `disk`; if not, `disk` marks tensors that fit on no device."""
         return self.given is not None and "disk" in self.given.values()
 
 
 class DeviceMapTeacher(Teacher):
-    """Weights that the node's ranks share, and hooks that run each rank's own forward passes on them.
+    """Weights that the node's ranks share, and hooks with which each rank runs its own forward passes on them.
 
-    A placement says by which rule its maps are made.
+    A subclass gives the rule by which its maps are made.
 
-    On GPUs: partitions with a number are in that GPU's memory, which the node's first rank owns and the others map;
-    those at `cpu` in host memory that all ranks map, from which each copies a block to its own GPU when it runs; those
-    at `disk` are read from the files when they run. Without GPUs the numbers stand for ranks, and all but `disk` is in
-    that host memory.
+    On GPUs: weights at a number are in that GPU's memory, which the node's first rank owns and the other ranks map.
+    Weights at `cpu` are in host memory that all ranks map; each rank copies a block from there to its own GPU when the
+    block runs. Weights at `disk` are read from the files when they are needed. Without GPUs the numbers stand for
+    ranks, and all weights but those at `disk` are in the shared host memory.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
@@ -78,7 +80,7 @@ class DeviceMapTeacher(Teacher):
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
 
-        # One rank of the node decides: free memory may change between the measurements of several.
+        # One rank of the node makes the maps: free memory may change between measurements of several ranks.
         maps = setup.ranks.all_succeed(lambda: setup.ranks.broadcast_from_local_main(make_maps))
         resident, partitions, onloaded = setup.ranks.all_succeed(lambda: self._partition(plans, maps))
 
@@ -111,17 +113,21 @@ class DeviceMapTeacher(Teacher):
     @staticmethod
     @abstractmethod
     def map_rule(options: TeacherOptions) -> MapRule:
-        """How maps are made: on the node's first rank, for one module after the other, with what each device has left.
+        """The rule by which maps are made. Reads no weights.
 
-        Reads no weights.
+        The node's first rank applies it, to one module after the other, with the bytes that each device has left.
         """
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        """As `Teacher.predict`. The ranks take turns on the GPUs: their streams wait for each other, not the host."""
+        """As `Teacher.predict`.
+
+        Where several ranks share GPUs, each GPU runs their passes in a fixed order: streams wait for other ranks, the
+        host does not. All ranks then call it equally often, and it communicates if the network has several modules.
+        """
         return answer(self._network, requests, self._run, None if self._ticket_lock is None else self._ranks)
 
     def memory(self) -> TeacherMemory:
-        """As `Teacher.memory`; a GPU on which no rank trains counts for the node's first rank."""
+        """As `Teacher.memory`; weights on a GPU on which no rank trains count for the node's first rank."""
         own = sum(own_buffer_bytes(module) for module in self._modules.values())
         if self._device.type == "cpu":
             return TeacherMemory(host_bytes=self._shared.host_bytes + own * self._ranks.local_world_size)
@@ -129,7 +135,7 @@ class DeviceMapTeacher(Teacher):
         return TeacherMemory(sum(counted) + own, self._shared.host_bytes)
 
     def close(self) -> None:
-        """As `Teacher.close`. Communicates where the copy is on GPUs: its owner frees it last."""
+        """As `Teacher.close`. Communicates if weights are on GPUs: the rank that owns them frees them last."""
         for module in self._modules.values():
             remove_hook_from_submodules(module)
         for binding in self._meta_bindings:
@@ -176,7 +182,7 @@ class DeviceMapTeacher(Teacher):
         try:
             return self._network.run(self._modules[name], call)
         finally:
-            # Also after an error: the other ranks' streams wait for this pass.
+            # Also after an error, since the other ranks' streams wait for this pass.
             self._ticket_lock.end_pass()
 
     def _copy_from_host(self, index: int) -> Tensor:
@@ -201,7 +207,7 @@ class DeviceMapTeacher(Teacher):
         return torch.device("cuda", location) if on_gpu else self._device
 
     def _counts(self, gpu: int) -> bool:
-        """Whether this rank reports a GPU: the first rank that trains on it does, else the node's first."""
+        """Whether this rank reports a GPU's memory: the first rank that trains on it does, or the node's first rank."""
         first = self._gpus_of_ranks.index(gpu) if gpu in self._gpus_of_ranks else 0
         return first == self._ranks.local_rank
 
@@ -212,7 +218,7 @@ class DeviceMapTeacher(Teacher):
 
 
 def pack(plans: Sequence[ModulePlan], make_map: MakeMap, budgets: Mapping[int, int], allows_disk: bool) -> Packing:
-    """Every module's map; one after the other, since they share the devices' memory.
+    """The maps of all modules, made one after the other, since the modules share the devices' memory.
 
     Args:
         budgets: bytes that each device number has for all modules.
@@ -222,10 +228,10 @@ def pack(plans: Sequence[ModulePlan], make_map: MakeMap, budgets: Mapping[int, i
     maps: list[DeviceMap] = []
     for plan in plans:
         entries = [entry for unit in plan.units for entry in unit.entries]
-        # Accelerate counts the tensors, not the gaps between them that align each.
-        gaps = sum(unit.num_bytes for unit in plan.units) - sum(entry.num_bytes for entry in entries)
+        # Accelerate counts the bytes of tensors, but not the padding that aligns them.
+        padding = sum(unit.num_bytes for unit in plan.units) - sum(entry.num_bytes for entry in entries)
         blocks = [unit.name for unit in plan.units if unit.name != REST]
-        device_map = make_map(plan.module, blocks, {device: free - gaps for device, free in left.items()})
+        device_map = make_map(plan.module, blocks, {device: free - padding for device, free in left.items()})
         maps.append(device_map)
         for group in resident_groups(plan, device_map, lambda _: True):
             if isinstance(group.location, int):
@@ -236,7 +242,7 @@ def pack(plans: Sequence[ModulePlan], make_map: MakeMap, budgets: Mapping[int, i
 
 
 def _with_index(device: torch.device) -> torch.device:
-    """The device with its index: a single process may call its GPU just `cuda`."""
+    """The device with its index, which a single process may have left out (`cuda`)."""
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -1,4 +1,4 @@
-"""Shards by torch's FSDP2: one group of parameters for each block, and one for the rest."""
+"""Shards modules by torch's FSDP2: one group of parameters for each block, and one for all other parameters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, pl
 
 @final
 class FullyShardedModules(ShardedModules):
-    """FSDP2 over all ranks; with one process nothing is sharded, and its device holds everything.
+    """FSDP2 over all ranks. With one rank nothing is sharded, and its device holds everything.
 
     Parameters are split along their first dimension. What FSDP2 cannot split is replicated on every rank's device:
     buffers, scalars, and parameters that a block shares with something outside of it (tied weights).
@@ -80,13 +80,13 @@ class FullyShardedModules(ShardedModules):
             # The last copies may still read from the memory that is freed now.
             torch.cuda.synchronize(self._device)
         self.modules.clear()
-        # FSDP2's modules, states and groups refer to each other: only a collection frees them.
+        # FSDP2's modules, states and groups refer to each other, so only garbage collection frees them.
         gc.collect()
         if self._host is not None:
             self._host.close()
 
     def _allocate(self, sizes: Sequence[int]) -> Iterator[Tensor]:
-        """Memory (uint8) for the shards of each unit, one by one."""
+        """Memory (uint8, 1-D) for the shards of each unit, in order; on the host if offloaded, else on the device."""
         for i, size in enumerate(sizes):
             if self._host is None:
                 yield torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -97,12 +97,12 @@ class FullyShardedModules(ShardedModules):
         """The module's state dict on this rank: its rows of sharded tensors, and the whole of replicated ones."""
         state: dict[str, Tensor] = {}
         for unit, whole in broadcast_units(plan, ranks):
-            buffer, even = next(memory), {entry.names[0] for entry, _ in _even_shards(plan, unit)}
+            buffer, even_names = next(memory), {entry.names[0] for entry, _ in _even_shards(plan, unit)}
             for entry in unit.entries:
                 target, value = _target(plan.module, entry), entry.view(whole)
                 if isinstance(target, DTensor):
                     own = value[_num_rows_of_rank_0(target) * ranks.rank :][: len(target.to_local())]
-                    if entry.names[0] in even:
+                    if entry.names[0] in even_names:
                         shard, buffer = buffer[: own.nbytes], buffer[_aligned(own.nbytes) :]
                         shard = shard.view(entry.dtype).view(own.shape).copy_(own)
                     else:
@@ -126,7 +126,7 @@ def _split(plan: ModulePlan, mesh: DeviceMesh, policy: OffloadPolicy) -> None:
         if entry.is_parameter and (not entry.shape or (unit.name == REST and _is_in_block(entry, blocks)))
     }
     for module in (*(plan.module.get_submodule(block) for block in blocks), plan.module):
-        # Also for the root, which by default keeps its own parameters gathered after the first pass.
+        # Reshard the root too, which by default keeps its own parameters gathered after the first pass.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, offload_policy=policy, ignored_params=replicated)
 
 
@@ -151,7 +151,8 @@ def _allocate_host(sizes: Sequence[int], ranks: Ranks, locks_pages: bool) -> Hos
 def _even_shards(plan: ModulePlan, unit: Unit) -> list[tuple[Entry, int]]:
     """(Entry, bytes) of this rank's full-size shards in a unit.
 
-    Not the shorter ones that the last ranks have where the rows do not divide evenly: FSDP2 pads its own copy of those.
+    If the rows do not divide evenly, the last ranks have shorter shards. Those are left out, since FSDP2 keeps a padded
+    copy of them instead.
     """
     shards: list[tuple[Entry, int]] = []
     for entry in unit.entries:
@@ -171,7 +172,7 @@ def _num_rows_of_rank_0(target: DTensor) -> int:
 
 @torch.no_grad()
 def _like(target: DTensor, shard: Tensor) -> Tensor:
-    # Not `from_local`, which moves host memory to the mesh's GPU.
+    # Not by `DTensor.from_local`, which moves host memory to the mesh's GPU.
     return DTensor(shard, target._spec, requires_grad=False)
 
 

@@ -1,4 +1,4 @@
-"""What FSDP2 and ZeRO-3 teachers share: modules whose weights are sharded over all ranks, and how they are loaded."""
+"""The interface of modules that are sharded over all ranks (FSDP2 or ZeRO-3), and loading shared by both."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shards by DeepSpeed's ZeRO-3: one engine for each module, separate from the student's and from Accelerate."""
+"""Shards modules by DeepSpeed's ZeRO-3: one engine for each, separate from the student's and from Accelerate."""
 
 # Attributes that the libraries set at run time, which their stubs lack.
 # pyright: reportAttributeAccessIssue=false
@@ -30,7 +30,7 @@ PRECISIONS = {
     torch.bfloat16: {"bf16": {"enabled": True}},
     torch.float16: {"fp16": {"enabled": True}},
 }
-"""Tells `zero.Init` the dtype of its swap buffers; it casts no parameter."""
+"""Section that tells `zero.Init` the dtype of its swap buffers; it does not cast parameters."""
 
 
 @final
@@ -54,7 +54,7 @@ class Zero3Modules(ShardedModules):
         self._engines: list[Any] = []
         for plan in plans:
             self._load(plan, setup)
-            # Without a precision section: with one the engine casts all parameters, float32 islands included.
+            # Without a precision section, with which the engine would cast also the parameters that stay in float32.
             self._engines.append(deepspeed.initialize(model=plan.module, config=copy.deepcopy(self._config))[0])
         self.modules = {plan.name: plan.module for plan in plans}
 
@@ -98,7 +98,7 @@ class Zero3Modules(ShardedModules):
         move_own_buffers(plan.module, setup.ranks.device)
 
     def _partition(self, parameters: Sequence[nn.Parameter], setup: Setup) -> None:
-        """Partitions parameters; this rank's partition is kept where `teacher.offload` says."""
+        """Partitions parameters; this rank's partitions are kept where `teacher.offload` says."""
         from deepspeed import zero
 
         config = self._config | PRECISIONS[setup.dtype]
@@ -107,13 +107,13 @@ class Zero3Modules(ShardedModules):
         self._swapper = init.param_swapper
         islands = nn.ParameterList(parameter for parameter in parameters if parameter.dtype != setup.dtype)
         if self._swapper is not None:
-            # The swapper's buffers have one dtype, to which parameters of another would be rounded.
+            # The swapper's buffers have one dtype, to which parameters of another dtype would be rounded.
             config["zero_optimization"] = config["zero_optimization"] | {"offload_param": {"device": "cpu"}}
         zero.Init(islands, config_dict_or_path=copy.deepcopy(config))
 
 
 def _read_config(plans: Sequence[ModulePlan], setup: Setup, folder: SwapFolder | None) -> dict[str, Any]:
-    """The packaged configuration of the teacher's engine, complete."""
+    """The packaged configuration of the teacher's engine, with each `"auto"` filled in."""
     file = launch_files_dir() / "ds_configs" / CONFIG_FILES[ShardedOptions.of(setup.options).offload]
     config = json.loads(file.read_text(encoding="utf-8"))
     offload = config["zero_optimization"].get("offload_param", {})

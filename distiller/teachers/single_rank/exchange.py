@@ -1,7 +1,7 @@
 """Runs the calls of all ranks on one rank, the holder: inputs are sent to it, and outputs sent back.
 
-Tensors are sent from device to device by the default process group, one for each kind of call and each input or
-output, however many calls there are. Their names, dtypes and shapes are gathered from host to host.
+The default process group sends tensors from device to device: one tensor for each kind of call and each input or
+output, however many calls there are. Names, dtypes and shapes are gathered between hosts, over gloo.
 """
 
 # Types here are wider than what is passed on; to be narrowed in the code.
@@ -19,8 +19,9 @@ from distiller.distributed.ranks import Ranks
 from distiller.teachers.base import Call, Outputs
 
 
+@final
 class RowSpec(NamedTuple):
-    """Describes a tensor [B, ...] but for B: its name, its dtype's name, and the shape of one row."""
+    """Describes a tensor [B, ...] without B: its name, its dtype's name, and the shape of one row."""
 
     name: str
     dtype: str
@@ -36,6 +37,7 @@ class RowSpec(NamedTuple):
         return torch.empty(num_rows, *self.shape, dtype=getattr(torch, self.dtype), device=device)
 
 
+@final
 class CallKind(NamedTuple):
     """What calls that can run as one batch have in common."""
 
@@ -65,7 +67,7 @@ class Exchange:
     def __init__(self, ranks: Ranks, holder: int, run: Callable[[Call], Outputs]) -> None:
         """`run` computes a batch of calls of one kind; called on the holder alone."""
         self._ranks, self._holder, self._run = ranks, holder, run
-        # The same on all ranks, since all see all kinds; each kind's outputs are described only once.
+        # The same on all ranks, since every rank sees the kinds of all; each kind's outputs are described only once.
         self._outputs_of: dict[CallKind, tuple[RowSpec, ...]] = {}
 
     def answer(self, calls: Sequence[Call]) -> list[Outputs]:
@@ -89,6 +91,7 @@ class Exchange:
         return results
 
     def _count_rows(self, batches: dict[CallKind, dict[str, Tensor]]) -> Counts:
+        """Counts the rows of every rank's batches. Communicates."""
         gathered = self._ranks.gather([(kind, _num_rows(inputs)) for kind, inputs in batches.items()])
         counts: Counts = {}
         for rank, of_rank in enumerate(gathered):
@@ -140,9 +143,10 @@ class Exchange:
         return received
 
     def _agree_on_outputs(self, counts: Counts, run_all: Callable[[], OutputsOfKinds]) -> OutputsOfKinds:
-        """Runs all kinds; for a new kind, all ranks learn what its outputs are, or that the holder failed.
+        """Runs all kinds; if one is new, all ranks learn the shapes of its outputs, or that the holder failed.
 
-        Out of memory is likely at a kind's first batch; later ones need no message from host to host.
+        Running out of memory is most likely at a kind's first batch. Later batches exchange no messages between hosts.
+        Communicates if a kind is new.
         """
         new = [kind for kind in counts if kind not in self._outputs_of]
         if not new:
@@ -158,7 +162,7 @@ class Exchange:
 
 
 def _batch(kind: CallKind, calls: Sequence[Call]) -> dict[str, Tensor]:
-    """The inputs of calls of one kind, one after the other; contiguous."""
+    """Name -> inputs of calls of one kind, concatenated along the batch dimension; contiguous."""
     # Channels-last tensors stay channels-last when concatenated, and only contiguous ones can be sent as bytes.
     return {rows.name: torch.cat([call.inputs[rows.name] for call in calls]).contiguous() for rows in kind.inputs}
 

@@ -19,7 +19,7 @@ from distiller.teachers.weights.layout import Binding, Unit
 @final
 @dataclass(frozen=True)
 class OffloadedBlock:
-    """A block that is on the device only while it runs: its module's name, that module, and the block's layout."""
+    """A block that is on the device only while it runs: the name of its module, the module, and the block's layout."""
 
     module_name: str
     module: nn.Module
@@ -30,8 +30,8 @@ class OffloadedBlock:
 class OffloadedModules:
     """Runs calls on modules of which some blocks are in the buffer pool only while they compute.
 
-    A block's weights are on the meta device whenever it is not running, so using them at any other time is an error and
-    not a wrong number.
+    A block's weights are on the meta device whenever it is not running, so using them at any other time raises an error
+    and does not give wrong numbers.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class OffloadedModules:
         device: torch.device,
         amortise: bool,
     ) -> None:
-        """`copier` copies unit i, the weights of `blocks[i]`, into one of `buffers`, which are on `device`."""
+        """`copier` copies unit i, which is the weights of `blocks[i]`, into one of `buffers`, which are on `device`."""
         self._network, self._modules, self._amortise = network, modules, amortise
         self._blocks: Sequence[OffloadedBlock] = blocks
         self._pool, self._num_buffers = BufferPool(buffers, copier), len(buffers)
@@ -57,18 +57,18 @@ class OffloadedModules:
             self._handles.append(submodule.register_forward_hook(self._offload_hook(i), always_call=True))
 
     def run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
-        """Outputs of each call; with `amortise`, all calls of a module use a block before the next one is needed."""
+        """Outputs of each call. With `amortise`, all calls of a module run a block before any runs the next block."""
         schedule: list[int] = []
         for name, calls in agenda:
             units = [i for i, block in enumerate(self._blocks) if block.module_name == name]
             schedule += units * (1 if self._amortise else len(calls))
-        # The next step is likely to begin as this one did.
+        # The next `run` probably begins with the same units as this one.
         self._pool.schedule(schedule, then=schedule[: self._num_buffers])
         results = []
         for name, calls in agenda:
             module = self._modules[name]
             passes = [lambda call=call, module=module: self._network.run(module, call) for call in calls]
-            groups = [passes] if self._amortise else [[one] for one in passes]
+            groups = [passes] if self._amortise else [[single_pass] for single_pass in passes]
             results.append([outputs for group in groups for outputs in self._interleaved.run(group)])
         self._pool.release()
         return results
@@ -107,7 +107,7 @@ class OffloadedModules:
 
 
 def allocate_buffers(num_bytes: int, num_buffers: int, device: torch.device) -> list[BlockBuffer]:
-    """Buffers of this size on the device."""
+    """Uninitialised buffers of this size on the device."""
     return [
         BlockBuffer(
             torch.empty(num_bytes, dtype=torch.uint8, device=device),

@@ -1,4 +1,4 @@
-"""A few buffers on the device that take a teacher's blocks in turn; the next blocks are copied while one computes."""
+"""A few buffers on the device that hold a teacher's blocks in turn; the next blocks are copied while one computes."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class Copier(ABC):
 class BufferPool:
     """Copies units ahead in the order of a schedule.
 
-    A buffer is free again when the next unit is acquired, and the next copy starts then. A unit that is not in the
-    schedule, or is skipped, costs time and nothing else: buffers are found by the unit that is in them.
+    A buffer becomes free when the next unit is acquired, and the next copy starts then. Acquiring a unit that is not in
+    the schedule, or skipping one, costs time but never returns a wrong buffer: each buffer knows its unit.
     """
 
     def __init__(self, buffers: Sequence[BlockBuffer], copier: Copier) -> None:
@@ -59,7 +59,7 @@ class BufferPool:
         self._copier = copier
 
     def schedule(self, units: Sequence[int], then: Sequence[int]) -> None:
-        """Sets the indices of the units that are needed next, and of those likely to follow (the next step's first)."""
+        """Sets the indices of the units that are needed next, and (`then`) of those that probably follow."""
         num_kept = 0
         while num_kept < min(len(units), len(self._in_flight)) and self._in_flight[num_kept].unit == units[num_kept]:
             num_kept += 1
@@ -99,6 +99,7 @@ class BufferPool:
         self._current = None
 
     def _skip_to(self, unit: int) -> None:
+        """Makes this unit the first in flight: frees the buffers of units before it, or starts its copy now."""
         while self._in_flight and self._in_flight[0].unit != unit:
             self._free.append(self._in_flight.popleft())
         if self._in_flight:

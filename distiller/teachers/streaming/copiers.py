@@ -1,4 +1,4 @@
-"""Copiers of blocks into the buffer pool: from host memory, in shares that ranks gather, or from files."""
+"""Copiers that fill the buffer pool with blocks: from host memory, by shares that ranks gather, or from files."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportAttributeAccessIssue=false
@@ -19,7 +19,7 @@ from distiller.storage.weight_files import WeightFiles
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
 from distiller.teachers.weights.layout import Entry, Unit
 
-# torch 2.13 renamed it, and warns about this name.
+# torch 2.13 renamed `all_gather_into_tensor`, and warns about the old name.
 _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
 
 UnitBytes = Callable[[int], Tensor]
@@ -28,7 +28,7 @@ UnitBytes = Callable[[int], Tensor]
 
 @final
 class HostCopier(Copier):
-    """From host memory to a GPU, on a stream of its own: nothing waits on the host."""
+    """Copies from host memory to a GPU, on a separate stream; the host does not wait."""
 
     def __init__(self, unit_bytes: UnitBytes, device: torch.device) -> None:
         self._unit_bytes, self._device, self._stream = unit_bytes, device, torch.cuda.Stream(device)
@@ -54,7 +54,7 @@ class GatherCopier(Copier):
     """Each of the node's ranks copies its share of a unit from host memory to its GPU, and all gather the shares.
 
     For GPUs that cannot write to each other's memory (otherwise see `PeerCopier`), and for the CPU, where a thread does
-    the work. Communicates in `start`, in a group of its own: every rank starts the same units in the same order.
+    the work. Communicates in `start`, in a separate process group: every rank starts the same units in the same order.
     """
 
     def __init__(self, unit_bytes: UnitBytes, device: torch.device, group: dist.ProcessGroup) -> None:
@@ -95,6 +95,7 @@ class GatherCopier(Copier):
             torch.cuda.synchronize(self._device)
 
     def _gather(self, buffer: BlockBuffer, unit: int) -> dist.Work | None:
+        """Copies this rank's share and gathers the others; does not wait on a GPU. Communicates."""
         source = self._unit_bytes(unit)
         share_bytes = source.numel() // self._num_ranks
         own = slice(self._rank * share_bytes, (self._rank + 1) * share_bytes)
@@ -106,10 +107,10 @@ class GatherCopier(Copier):
 
 @final
 class ThreadCopier(Copier):
-    """On the CPU, by a thread, so that the order of copies and reads is that of a GPU."""
+    """Fills buffers on the CPU in a thread, so that copies and reads have the same order as with a GPU."""
 
     def __init__(self, load_unit: Callable[[int, Tensor], object], close: Callable[[], None] = lambda: None) -> None:
-        """`load_unit(index, data)` puts a unit into CPU memory (uint8); `close` ends what that uses."""
+        """`load_unit(index, data)` writes a unit into `data` (uint8, 1-D, CPU); `close` frees what `load_unit` uses."""
         self._load_unit, self._close, self._thread = load_unit, close, ThreadPoolExecutor(1)
         self._copied: dict[int, Future[object]] = {}
 
@@ -126,7 +127,7 @@ class ThreadCopier(Copier):
 
 @final
 class FileReader:
-    """Reads the tensors of a unit from safetensors files by several threads at once."""
+    """Reads the tensors of a unit from safetensors files, in several threads at once."""
 
     def __init__(self, units: Sequence[tuple[Unit, WeightFiles]], num_threads: int) -> None:
         self._units, self._threads = units, ThreadPoolExecutor(num_threads)
@@ -140,7 +141,7 @@ class FileReader:
             raise RunError(f"the teacher's weights cannot be read any more ({error}); were the files moved?") from error
 
     def num_bytes(self, index: int) -> int:
-        """A unit's size."""
+        """Size of unit `index`."""
         return self._units[index][0].num_bytes
 
     def close(self) -> None:
@@ -155,13 +156,13 @@ def _read_entry(entry: Entry, files: WeightFiles, target: Tensor) -> None:
 
 @final
 class FileCopier(Copier):
-    """From files to a GPU: a thread reads ahead into page-locked staging memory and queues the copy from there."""
+    """Copies from files to a GPU: a thread reads ahead into page-locked staging tensors, and queues the copies."""
 
     def __init__(self, reader: FileReader, staging: Sequence[Tensor], device: torch.device) -> None:
         """`staging` are two or more host tensors (uint8) of a pool buffer's size."""
         self._reader, self._device = reader, device
         self._stream, self._thread = torch.cuda.Stream(device), ThreadPoolExecutor(1)
-        # Each with the event after which it may be overwritten.
+        # Each staging tensor with the event after which it may be overwritten.
         self._staging = deque((memory, torch.cuda.Event()) for memory in staging)
         self._copied: dict[int, Future[torch.cuda.Event]] = {}
 
@@ -169,7 +170,7 @@ class FileCopier(Copier):
         self._copied[id(buffer)] = self._thread.submit(self._read_and_copy, buffer, buffer.unit)
 
     def wait(self, buffer: BlockBuffer) -> None:
-        # The host waits only until the file has been read, the device for the copy.
+        # The host waits only until the file has been read; the device waits for the copy.
         torch.cuda.current_stream(self._device).wait_event(self._copied[id(buffer)].result())
 
     def close(self) -> None:
@@ -179,6 +180,7 @@ class FileCopier(Copier):
         self._staging.clear()
 
     def _read_and_copy(self, buffer: BlockBuffer, unit: int) -> torch.cuda.Event:
+        """Reads a unit into staging memory and queues its copy to the GPU; returns the event at the end of the copy."""
         assert buffer.last_use is not None
         memory, copied = self._staging.popleft()
         copied.synchronize()

@@ -1,7 +1,7 @@
 """Interleaves forward passes block by block: each runs up to its next block, then the next pass runs.
 
 When blocks are copied to the GPU one by one, all micro-batches of an update then use a block while it is there, and it
-is copied once instead of once for each. Every pass runs exactly the operations that it would run alone.
+is copied once instead of once for each micro-batch. Every pass runs exactly the operations that it would run alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 class InterleavedForward:
     """Runs functions in one thread each, of which only one runs at a time; `switch` passes control to the next.
 
-    The threads are kept for the next call: torch caches cuDNN's plans by thread, and a new one would choose each again.
+    The threads are kept for the next call: torch caches cuDNN's plans by thread, and new threads would choose again.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,9 +33,9 @@ class InterleavedForward:
         self._failure: BaseException | None = None
 
     def run(self, functions: Sequence[Callable[[], T]]) -> list[T]:
-        """The functions' results, in order; the first failure is raised after all threads have ended.
+        """The functions' results, in order; the first failure is raised after all functions have ended.
 
-        They run without gradients and autocast, on the caller's device and stream.
+        The functions run without gradients and autocast, on the caller's device and current stream.
         """
         if len(functions) == 1:
             return [functions[0]()]
@@ -49,7 +49,7 @@ class InterleavedForward:
             self._may_run[i].acquire()
             try:
                 if self._failure is None:
-                    # Gradient mode, autocast, device and stream belong to a thread.
+                    # Gradient mode, autocast, device and stream are set for each thread.
                     with torch.no_grad(), torch.autocast(self._device.type, enabled=False), torch.cuda.stream(stream):
                         results[i] = functions[i]()
             except BaseException as error:
@@ -90,7 +90,7 @@ class InterleavedForward:
         return self._pool
 
     def _wake_next(self, i: int) -> bool:
-        """Wakes the next thread that is alive; whether there was another."""
+        """Wakes the next thread that is alive; False if there is no other."""
         count = len(self._is_alive)
         for other in ((i + offset) % count for offset in range(1, count)):
             if self._is_alive[other]:

@@ -1,4 +1,4 @@
-"""One copy of weights in the memory of a node's GPUs, used by all of its ranks (CUDA IPC)."""
+"""One copy of weights in the memory of a node's GPUs, used by all ranks of the node (CUDA IPC)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ ADVICE = "choose placement replicated, or streamed with shard_transfers=false: t
 
 @final
 class GpuCopy:
-    """A buffer on each GPU. The node's first rank owns all of them and the others map them: no second copy.
+    """A buffer on each GPU, which the node's first rank owns and the other ranks map without copying.
 
-    A rank computes on a GPU with the memory of that same GPU, so the mapping needs no peer access; where the GPUs have
-    it, activations go from one to another without the host.
+    On each GPU a rank reads only that GPU's own memory, so the mapping needs no peer access. Where GPUs have peer
+    access, activations go from one to another without passing through the host.
     """
 
     def __init__(self, buffers: dict[int, Tensor], ranks: Ranks) -> None:
@@ -31,7 +31,7 @@ class GpuCopy:
     def make(sizes: Mapping[int, int], ranks: Ranks) -> GpuCopy:
         """Allocates and maps buffers without initialising them. `sizes` (GPU number -> bytes) is the same on all ranks.
 
-        Communicates. Raises UserError where the ranks see different GPUs, or a rank cannot map what the first owns.
+        Communicates. Raises UserError where the ranks see different GPUs, or a rank cannot map the buffers.
         """
         check_same_gpus(ranks)
         buffers: dict[int, Tensor] = {}
@@ -39,7 +39,7 @@ class GpuCopy:
         def allocate() -> list[dict[int, tuple]]:
             for gpu, num_bytes in sizes.items():
                 buffers[gpu] = torch.empty(num_bytes, dtype=torch.uint8, device=torch.device("cuda", gpu))
-            # One handle for each receiver: torch counts the uses of the memory by handle.
+            # One handle for each receiver, since torch counts the users of the memory by handle.
             receivers = range(1, ranks.local_world_size)
             return [{gpu: reduce_tensor(buffer)[1] for gpu, buffer in buffers.items()} for _ in receivers]
 
@@ -70,12 +70,12 @@ class GpuCopy:
         return {gpu: buffer.nbytes for gpu, buffer in self._buffers.items()}
 
     def wait(self) -> None:
-        """Waits, on the host, until this process's work on these GPUs is done."""
+        """Blocks the host until this process's work on these GPUs is done."""
         for gpu in self._buffers:
             torch.cuda.synchronize(gpu)
 
     def close(self) -> None:
-        """Frees the memory; no tensor may refer to it any more. Communicates: the owner frees it last."""
+        """Frees the memory, which no tensor may refer to any more. Communicates: the owner frees it last."""
         self.wait()
         if not self._ranks.is_local_main:
             self._buffers.clear()

@@ -1,8 +1,8 @@
 """One copy of weights in host memory for all ranks of a node.
 
-The memory is an anonymous file (memfd): it has no name, so it is freed with the processes that map it, however they
-end; and it is not bounded by /dev/shm, of which a container gets 64 MiB by default. Where a rank cannot open another
-one's descriptor, a named file is used instead, and unlinked as soon as all ranks have opened it.
+The memory is an anonymous file (memfd). It has no name, so it is freed when the processes that map it end, however they
+end. Nor is it limited by the size of /dev/shm, which in a container is 64 MiB by default. Where a rank cannot open the
+descriptor of another one, a named file is used instead, and unlinked as soon as all ranks have opened it.
 """
 
 # Attributes that the libraries set at run time, which their stubs lack.
@@ -35,7 +35,7 @@ PAGE_BYTES = mmap.PAGESIZE
 
 @final
 class HostCopy:
-    """Shared memory in pieces, mapped by every rank of the node; its first rank writes the weights into it."""
+    """Shared memory in pieces, mapped by every rank of the node; the node's first rank writes the weights into it."""
 
     def __init__(self, memory: mmap.mmap, sizes: Sequence[int], num_bytes: int) -> None:
         """Use `make`."""
@@ -65,7 +65,7 @@ class HostCopy:
         return self._buffer[self._offsets[index] : self._offsets[index] + self._sizes[index]]
 
     def page_lock(self) -> None:
-        """Page-locks it for this process, whose GPU then copies from it at the bus's full speed.
+        """Page-locks the memory for this process, whose GPU then copies from it at the bus's full speed.
 
         Raises UserError when the driver refuses.
         """
@@ -79,14 +79,14 @@ class HostCopy:
         self._is_page_locked = True
 
     def close(self) -> None:
-        """Unlocks and unmaps it; the memory is freed when the last rank has done so."""
+        """Unlocks and unmaps the memory, which is freed when the last rank has closed it."""
         if self._is_page_locked and self._buffer is not None:
             torch.cuda.cudart().cudaHostUnregister(self._buffer.data_ptr())
             self._is_page_locked = False
         self._buffer = None
 
     def __del__(self) -> None:
-        # After an error nobody calls `close`, and memory must not be unmapped while the driver holds it page-locked.
+        # After an error `close` is not called, and memory must not be unmapped while it is page-locked.
         self.close()
 
 
@@ -100,7 +100,7 @@ def _check_free_memory(num_bytes: int) -> None:
 
 
 def _open_shared(num_bytes: int, ranks: Ranks) -> int:
-    """A descriptor of the same memory on every rank of the node."""
+    """A descriptor of the same anonymous or named file on every rank of the node. Communicates."""
     own = -1
 
     def create() -> str:
@@ -122,7 +122,10 @@ def _open_shared(num_bytes: int, ranks: Ranks) -> int:
 
 
 def open_named(num_bytes: int, ranks: Ranks, folders: Sequence[Path] | None = None) -> int:
-    """As `_open_shared`, through a file that is unlinked as soon as all ranks have opened it."""
+    """As `_open_shared`, by a named file that is unlinked as soon as all ranks have opened it.
+
+    Raises UserError, on every rank of the node, if no folder has enough space. Communicates.
+    """
 
     def create() -> str:
         folder = _folder_with_space(num_bytes, folders or (SHM, Path(tempfile.gettempdir())))
@@ -156,7 +159,7 @@ def _folder_with_space(num_bytes: int, folders: Sequence[Path]) -> Path:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Removes files whose process was killed between creating and unlinking them."""
+    """Removes files whose process was killed after it created and before it unlinked them."""
     for file in folder.glob(f"{NAME}-*-*"):
         pid = file.name.removeprefix(f"{NAME}-").partition("-")[0]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):

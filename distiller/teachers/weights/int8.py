@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 OUTLIER_THRESHOLD = 6.0
-"""Columns of activations with larger values are computed in their own dtype. diffusers' default."""
+"""Columns of activations with larger absolute values are computed in the activations' dtype. diffusers' default."""
 
-# It warns at every call that it computes in int8.
+# bitsandbytes warns at every call that it computes in int8.
 logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
 
 
@@ -26,8 +26,8 @@ class Int8Linear(nn.Module):
     """Computes what `bitsandbytes.nn.Linear8bitLt` does.
 
     All its state is in `weight` [out, in] int8, `weight_scales` [out] float32 and `bias` [out], so that these can be
-    views of shared memory and be replaced; bitsandbytes' own layer keeps copies beside its parameters. Constructed on
-    the meta device. Outputs have the activations' dtype: float32, bfloat16 or float16.
+    views of shared memory and can be replaced; bitsandbytes' own layer keeps copies beside its parameters. Constructed
+    on the meta device. Maps [..., in] to [..., out] in the input's dtype: float32, bfloat16 or float16.
     """
 
     def __init__(self, weight: nn.Parameter, weight_scales: Tensor, bias: nn.Parameter | None) -> None:

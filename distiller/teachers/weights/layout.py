@@ -1,6 +1,6 @@
 """The layout of a module's weights in flat buffers: one unit for each block, and one for everything else.
 
-A unit is copied at once. All placements that copy, share or read weights use the same units.
+A unit is copied as a whole. All placements that copy, share or read weights use the same units.
 """
 
 # Types here are wider than what is passed on; to be narrowed in the code.
@@ -19,7 +19,7 @@ from distiller.errors import UserError
 from distiller.storage.weight_files import WeightFiles
 
 ALIGNMENT = 256
-"""Of every tensor in a buffer, in bytes: that of CUDA's own allocator."""
+"""Every tensor in a buffer starts at a multiple of this many bytes, as in CUDA's own allocations."""
 
 PLAIN_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -40,7 +40,7 @@ class Entry:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """The tensor's size."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, buffer: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Entry:
 @final
 @dataclass(frozen=True)
 class Unit:
-    """A block, or the rest: copied as a whole. `num_bytes` is a multiple of ALIGNMENT."""
+    """A block, or all tensors outside of blocks (`REST`). `num_bytes` is a multiple of ALIGNMENT."""
 
     name: str
     entries: tuple[Entry, ...]
@@ -61,8 +61,8 @@ class Unit:
 def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
     """The module's parameters and saved buffers, unit by unit: the rest first, then the blocks in their order.
 
-    A tensor that several units share (tied weights) belongs to the rest. Buffers that are not saved belong to none:
-    the module computes them itself.
+    A tensor that several units share (tied weights) belongs to the rest. Buffers that are not saved belong to no unit,
+    since the module computes them itself.
     """
     names_of: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -90,7 +90,7 @@ def lay_out(module: nn.Module, block_names: Sequence[str]) -> list[Unit]:
 def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
     """Raises UserError unless the files hold every tensor in its shape, in floating point, and nothing else.
 
-    An unknown tensor may be the scales of quantised weights, which are wrong values without them.
+    An unknown tensor may hold the scales of quantised weights, whose values are wrong without the scales.
     """
     known = {name for unit in units for entry in unit.entries for name in entry.names}
     if unknown := sorted(set(files.tensors) - known):
@@ -125,10 +125,10 @@ def read_unit(unit: Unit, files: WeightFiles, buffer: Tensor) -> None:
 
 @final
 class Binding:
-    """The parameters and buffers of a unit, to be set in its module as views of one buffer."""
+    """Parameters and buffers of a unit, ready to be set in the unit's module as views of one buffer."""
 
     def __init__(self, module: nn.Module, unit: Unit, buffer: Tensor | None = None) -> None:
-        """Prepares views into `buffer` (uint8, any device); None: the tensors that the module has now (meta)."""
+        """Prepares views into `buffer` (uint8, 1-D, any device). None: the (meta) tensors that the module has now."""
         self._targets: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         for entry in unit.entries:
             if buffer is None:
@@ -154,7 +154,7 @@ def bind(module: nn.Module, unit: Unit, buffer: Tensor) -> None:
 
 
 def move_own_buffers(module: nn.Module, device: torch.device) -> None:
-    """Moves the buffers that are not saved, which the skeleton computed itself, to the device."""
+    """Moves the buffers that are not saved, which the module has computed itself, to the device."""
     saved = set(module.state_dict(keep_vars=True))
     for prefix, child in module.named_modules():
         for name, buffer in child._buffers.items():

@@ -1,4 +1,4 @@
-"""Loads weights from files to the devices of a placement: one reader, one unit at a time."""
+"""Loads weights from files to the devices of a placement, one unit at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_READ_THREADS = 4
 @final
 @dataclass
 class ModulePlan:
-    """One module without weights, its units, and on the ranks that read them, its files."""
+    """One module without weights, its units, and, on ranks that read weights, its open files."""
 
     name: str
     module: nn.Module
@@ -37,9 +37,9 @@ class ModulePlan:
 
 
 def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[ModulePlan]:
-    """Every module's skeleton and layout, and on readers the opened files, checked against the layout.
+    """Every module's skeleton and layout, and on ranks that read (`is_reader`) its open files, checked by the layout.
 
-    Communicates. Raises UserError, on all ranks, for a fault that one reader finds.
+    `dtype` replaces that of the setup. Communicates. Raises UserError on all ranks if one reader finds a fault.
     """
     plans: list[ModulePlan] = []
     for name in network.module_names:
@@ -76,7 +76,7 @@ def load_on_all_ranks(plan: ModulePlan, units: Iterable[Unit], ranks: Ranks) -> 
 def load_units(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Tensor]) -> None:
     """Reads units from files into memory (uint8, on the CPU or on GPUs), by several threads at once.
 
-    To a GPU they go through page-locked staging memory. Raises RunError when the files cannot be read.
+    Units for a GPU pass through page-locked staging memory. Raises RunError when the files cannot be read.
     """
     reader, units = FileReader(sources, NUM_READ_THREADS), [unit for unit, _ in sources]
     on_gpu = [i for i, target in enumerate(targets) if target.device.type != "cpu"]
@@ -94,13 +94,13 @@ def load_units(sources: Sequence[tuple[Unit, WeightFiles]], targets: Sequence[Te
 def broadcast_unit(buffer: Tensor, ranks: Ranks) -> None:
     """Broadcasts rank 0's bytes into `buffer`, which is on every rank's device. Communicates."""
     if ranks.world_size > 1 and buffer.numel():
-        # A collective's timeout counts from when it is queued, and reading from a slow disk may take longer.
+        # A collective's timeout counts from when it is queued, and reading from a slow disk may take rank 0 longer.
         ranks.barrier()
         dist.broadcast(buffer, 0)
 
 
 def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tensor | None) -> None:
-    """Reads a unit into a buffer on any device, through page-locked staging memory where that is not the CPU."""
+    """Reads a unit into `buffer` (uint8); on a device other than the CPU, through page-locked staging memory."""
     if buffer.device.type == "cpu":
         read_unit(unit, files, buffer)
         return
@@ -110,7 +110,7 @@ def read_to_device(files: WeightFiles, unit: Unit, buffer: Tensor, staging: Tens
 
 
 def staging_buffer(units: Sequence[Unit], device: torch.device) -> Tensor | None:
-    """Page-locked memory for the largest of these units; None for the CPU or without units."""
+    """Page-locked memory (uint8, 1-D) for the largest of these units; None for the CPU or without units."""
     if device.type == "cpu" or not units:
         return None
     return torch.empty(max(unit.num_bytes for unit in units), dtype=torch.uint8, pin_memory=True)

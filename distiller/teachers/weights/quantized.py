@@ -17,27 +17,28 @@ from distiller.teachers.weights.loading import ModulePlan, plan_modules
 def plan_quantized_modules(network: Network, setup: Setup, is_reader: bool) -> list[ModulePlan]:
     """As `plan_modules`, with linear layers in int8 where the recipe says so. Communicates. Raises UserError.
 
-    A weight is quantised while it is read, on the reader's device; the host holds one unquantised weight at a time.
-    Converted are the layers that diffusers would: linear ones, except where the library keeps float32.
+    A weight is quantised while it is read, on the reader's device; the host holds one unquantised weight for each
+    thread that reads. The same layers are converted as by diffusers: linear layers, except those that the library keeps
+    in float32.
     """
     if setup.options.quantization == "none":
         return plan_modules(network, setup, is_reader)
     plans = plan_modules(network, setup, is_reader)
     for plan in plans:
-        # Which parameters the library keeps in float32 shows in a 16-bit skeleton, whatever the teacher's dtype is.
+        # Only a 16-bit skeleton shows which parameters the library keeps in float32.
         narrow = network.skeleton(plan.name, torch.bfloat16)
         parameters = narrow.named_parameters(remove_duplicate=False)
         islands = {name for name, parameter in parameters if parameter.dtype == torch.float32}
         converted = convert_linears(plan.module, islands)
         plan.units = lay_out(plan.module, network.block_names(plan.name))
         if plan.files is not None:
-            # Has the part of WeightFiles that reading needs.
+            # Int8Files has those members of WeightFiles that reading needs.
             plan.files = cast(WeightFiles, Int8Files(plan.files, converted, setup.dtype, setup.ranks.device))
     return plans
 
 
 def convert_linears(module: nn.Module, islands: Collection[str]) -> set[str]:
-    """Replaces linear layers, and returns the names of their weights.
+    """Replaces linear layers by `Int8Linear` on the meta device, and returns the names of their weights.
 
     Args:
         module: without weights; shared layers and weights stay shared.
@@ -70,7 +71,7 @@ def convert_linears(module: nn.Module, islands: Collection[str]) -> set[str]:
 
 @final
 class Int8Files:
-    """Weight files as if they stored int8 weights: the same `tensors`, `read` and `close` as WeightFiles.
+    """Reads weight files as if they stored int8 weights; has `tensors`, `read` and `close` as WeightFiles.
 
     Safe to use from several threads.
     """
@@ -80,7 +81,7 @@ class Int8Files:
     ) -> None:
         """`converted` weights are read as `dtype` and quantised on `device`."""
         self._files, self._converted, self._dtype, self._device = files, converted, dtype, device
-        # Scales are read soon after their weight, so they are kept until then.
+        # Scales are usually read soon after their weight, and are kept until then.
         self._scales: dict[str, Tensor] = {}
         self.tensors: dict[str, StoredTensor] = dict(files.tensors)
         self.tensors |= {_scales_of(name): files.tensors[name] for name in converted if name in files.tensors}

@@ -1,4 +1,4 @@
-"""Tensor groups that a node holds once, on its GPUs and in its host memory, loaded from files by its first rank."""
+"""Tensor groups that a node holds once, on GPUs and in host memory, loaded from files by the node's first rank."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.loading import load_units
 
 
+@final
 @dataclass(frozen=True)
 class _GpuRange:
     gpu: int
@@ -23,6 +24,7 @@ class _GpuRange:
     num_bytes: int
 
 
+@final
 @dataclass(frozen=True)
 class _HostPiece:
     index: int
@@ -30,9 +32,10 @@ class _HostPiece:
 
 @final
 class SharedWeights:
-    """The bytes of tensor groups, by their index in the list, shared by every rank of the node.
+    """The bytes of tensor groups, by their index in `groups`, shared by every rank of the node.
 
-    A group whose location is a number is on that GPU, one at `cpu` in host memory; without GPUs all are in host memory.
+    A group whose location is a number is on that GPU; one at `cpu` is in host memory. Without GPUs all groups are in
+    host memory.
     """
 
     def __init__(
@@ -45,7 +48,7 @@ class SharedWeights:
     def make(
         groups: Sequence[TensorGroup], files: Mapping[str, WeightFiles], ranks: Ranks, page_lock: bool
     ) -> SharedWeights:
-        """Allocates, maps and loads. Communicates; returns when all weights are loaded.
+        """Allocates and maps the memory, and loads the weights. Communicates; returns when all weights are loaded.
 
         Args:
             groups: the same on all ranks of the node.
@@ -97,7 +100,7 @@ class SharedWeights:
         return {} if self._gpus is None else self._gpus.sizes
 
     def close(self) -> None:
-        """Frees the memory; no tensor may refer to it any more. Communicates where there are groups on GPUs."""
+        """Frees the memory, which no tensor may refer to any more. Communicates if there are groups on GPUs."""
         if self._gpus is not None:
             self._gpus.close()
         if self._host is not None:
