@@ -35,8 +35,9 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         (
             *("distiller/tasks/losses.py", "distiller/diffusion/task.py"),
             *(f"distiller/diffusion/{name}.py" for name in ("noise_process", "flow_matching", "variance_preserving")),
-            *(f"distiller/diffusion/{name}.py" for name in ("noising", "conditions", "rollout", "sources", "batch")),
+            *(f"distiller/diffusion/{name}.py" for name in ("noising", "objective", "rollout", "sources", "batch")),
             *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "sampling", "vae", "kl_vae")),
+            "distiller/diffusion/sampling_inputs.py",
         ),
         ("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
     ),

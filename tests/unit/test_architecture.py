@@ -4,6 +4,7 @@ import ast
 from pathlib import Path
 
 import distiller
+from scripts import mutation
 
 PACKAGE = Path(distiller.__file__).parent
 # Lower layers first; a module may import from its own layer and from lower ones.
@@ -64,3 +65,9 @@ def test_the_loop_knows_interfaces_and_no_concrete_task_or_placement():
     text = (PACKAGE / "training" / "loop.py").read_text(encoding="utf-8")
     names = [a.name for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ImportFrom) for a in n.names]
     assert not [name for name in names if "Diffusion" in name or "Replicated" in name or "Wan" in name]
+
+
+def test_mutation_testing_finds_its_files_and_tests():
+    for files, tests in mutation.GROUPS.values():
+        assert all(any(PACKAGE.parent.glob(pattern)) for pattern in files), files
+        assert all(any(Path(__file__).parent.glob(f"test_{name}.py")) for name in tests), tests
