@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
 
 from distiller.language.data.batch import IGNORED, LanguageBatch, TokenSample, collate
 from tests import toys
@@ -50,6 +50,36 @@ def llama_config(**changes: Any) -> LlamaConfig:
         "initializer_range": 0.3,
     }
     return LlamaConfig(**(values | changes))
+
+
+def deepseek_config(**changes: Any) -> DeepseekV3Config:
+    """Two layers or more, the first dense, the others of four experts."""
+    values = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "moe_intermediate_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "q_lora_rank": None,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 8,
+        "max_position_embeddings": 64,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+        "initializer_range": 0.3,
+    }
+    return DeepseekV3Config(**(values | changes))
 
 
 def gpt2_config(**changes: Any) -> GPT2Config:

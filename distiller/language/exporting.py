@@ -23,7 +23,7 @@ from distiller.tasks.student_module import damaged_student, exported_folder, mod
 
 COMPANIONS = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
-    *("*.model", "chat_template*", "generation_config.json"),
+    *("*.model", "chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
 """Glob patterns of the files that are copied from the tokenizer's folder into the exported student's."""
 
@@ -60,8 +60,10 @@ def export_student(
             "recipe that it was trained by"
         )
     model.save_pretrained(folder)
-    for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern)}):
-        shutil.copyfile(file, folder / file.name)
+    for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern) if file.is_file()}):
+        copy = folder / file.relative_to(tokenizer_folder)
+        copy.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, copy)
     _suppress(folder / "generation_config.json", known.unused(student.spec.vocabulary))
 
 

@@ -48,7 +48,9 @@ class LanguageNetwork(Network):
         # tokenizer may also have ids without a row in the model: image tokens, or a padding token added later.
         shared = min(spec.vocabulary, student_vocabulary or spec.vocabulary)
         self.ids = TokenIds(shared) if files.tokenizer is None else TokenIds.of(files.tokenizer, below=shared)
-        self.num_replicated_head_parameters = 0 if spec.is_tied else spec.vocabulary * spec.hidden_size
+        num_weights = 0 if spec.is_tied else spec.vocabulary * spec.hidden_size
+        num_biases = 0 if spec.head_bias is None else spec.vocabulary
+        self.num_replicated_head_parameters = num_weights + num_biases
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         return self._files.spec.body_skeleton(dtype)

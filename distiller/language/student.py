@@ -136,14 +136,19 @@ class StudentModel:
         return model
 
     def _copy_from_teacher(self, model: Any) -> None:
-        """Copies the teacher's evenly spaced layers, cut to their first heads and channels, one tensor at a time."""
+        """Copies the teacher's evenly spaced layers, cut to their first heads and channels, one tensor at a time.
+
+        Buffers that models save are copied too, such as the experts' biases of DeepSeek-V3.
+        """
         teacher, student = self._teacher.spec, self.spec
         kept = evenly_spaced(student.num_blocks, teacher.num_blocks)
         blocks_prefix = f"{model.base_model_prefix}.{student.block_prefix}"
+        saved = model.state_dict()
+        buffers = [(name, buffer) for name, buffer in model.named_buffers() if name in saved]
         files = WeightFiles(self._teacher.weight_files(), teacher.tensor_names.name)
         try:
             with torch.no_grad():
-                for name, target in model.named_parameters():
+                for name, target in (*model.named_parameters(), *buffers):
                     source = name
                     if name.startswith(blocks_prefix):
                         index, _, rest = name.removeprefix(blocks_prefix).partition(".")
@@ -152,7 +157,7 @@ class StudentModel:
                     stored = next((name for name in names if name in files.tensors), None)
                     if stored is None:
                         raise UserError(f"{self._teacher.origin}: its weights lack {source}; copy it again")
-                    stored_weight = torch.empty(files.tensors[stored].shape)
+                    stored_weight = torch.empty(files.tensors[stored].shape, dtype=target.dtype)
                     files.read(stored, stored_weight)
                     target.copy_(_leading(stored_weight, target))
         finally:

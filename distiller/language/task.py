@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, final
@@ -255,10 +256,10 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         logit_options = self._student.spec.logit_change, self.network.ids
         untrained = frozen_model(self._student.build(self._known), device, *logit_options)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
-        students = {"student": trained, "untrained_student": untrained}
-        report = compare(teacher_model, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
-        teacher.close()
+        with closing(teacher):
+            teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+            students = {"student": trained, "untrained_student": untrained}
+            report = compare(teacher_model, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
         student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
         return report | {
             "improvement": report["untrained_student_perplexity"] / report["student_perplexity"],
@@ -280,9 +281,12 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         prompt_ids = self._prompts.tokenised(prompts)
         student = self._read_student(run_dir, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
-        texts = {"teacher": self._continue(teacher_model, prompt_ids), "student": self._continue(student, prompt_ids)}
-        teacher.close()
+        with closing(teacher):
+            teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+            texts = {
+                "teacher": self._continue(teacher_model, prompt_ids),
+                "student": self._continue(student, prompt_ids),
+            }
         write_texts(output, self.files.tokenizer, prompt_ids, texts)
 
     def _with_projections(self, model: Any, objective: Objective | None = None) -> LanguageStudent:

@@ -46,6 +46,12 @@ def test_a_folder_and_a_glob_are_read_in_the_order_of_their_paths_and_blank_file
     assert [document.text for document in read(path=str(tmp_path), max_samples=1)] == ["first"]
 
 
+def test_folders_of_json_lines_have_two_suffixes_in_any_case(tmp_path):
+    for name in ("a.ndjson", "b.JSONL", "c.jsonl", "d.txt"):
+        write(tmp_path / name, json.dumps({"text": name}))
+    assert [document.text for document in read(kind="jsonl", path=str(tmp_path))] == ["a.ndjson", "b.JSONL", "c.jsonl"]
+
+
 CHAT_WITH = '{"messages": [{"role": "assistant", "content": "x"}], %s}'
 
 

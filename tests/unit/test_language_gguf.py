@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config
 
 from distiller.errors import UserError
+from distiller.language.gguf.metadata import apply_metadata
 from distiller.language.gguf.model import GgufModel, exact_dtype
 from distiller.language.gguf.rope import _llama3 as rope_of_llama3
 from distiller.language.gguf.tensors import has_own_output
@@ -223,6 +224,14 @@ def test_what_the_librarys_reader_drops_is_refused_by_its_key(tmp_path, extra, w
         GgufModel(write_model(tmp_path, "F32", extra=extra), tmp_path / "stages")
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_feature_with_the_value_zero_is_switched_off():
+    """As in llama.cpp; the library's default for Gemma 2 is to cap at 30 and 50."""
+    config = Gemma2Config()
+    metadata = {f"gemma2.{name}_logit_softcapping": 0.0 for name in ("final", "attn")}
+    apply_metadata(config, {"general.architecture": "gemma2", **metadata}, {}, "x.gguf")
+    assert [config.final_logit_softcapping, config.attn_logit_softcapping] == [None, None]
 
 
 @pytest.mark.parametrize("differs", [True, False])

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from tests import toy_causal_lm
+from tests.reference_cases import LANGUAGE_MODELS
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +43,35 @@ def test_kept_layers_are_evenly_spaced_and_their_own(task_of, teachers):
             assert torch.equal(mine, other)
     assert torch.equal(student.lm_head.weight, teacher.lm_head.weight)
     assert student.lm_head.weight is student.model.embed_tokens.weight
+
+
+def test_saved_buffers_of_kept_layers_are_the_teacher_s(task_of, tmp_path):
+    """DeepSeek-V3 chooses experts by a bias that is a buffer, not a parameter."""
+    config = toy_causal_lm.deepseek_config(num_hidden_layers=3)
+    folder = toy_causal_lm.save_model(tmp_path / "deepseek", config)
+    weights = load_file(folder / "model.safetensors")
+    (name,) = (name for name in weights if name.endswith("layers.2.mlp.gate.e_score_correction_bias"))
+    weights[name] = torch.tensor([0.1, -0.2, 0.3, -0.4])
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    student = task_of(teacher_path=folder, student={"num_layers": 2}).build_student().model
+    assert torch.equal(student.model.layers[1].mlp.gate.e_score_correction_bias, weights[name])
+
+
+def test_all_of_a_teachers_parameters_are_counted(task_of, tmp_path):
+    """Phi's output layer has a bias."""
+    folder = toy_causal_lm.save_model(tmp_path / "phi", LANGUAGE_MODELS["phi"])
+    network = task_of(teacher_path=folder).network
+    assert network.num_parameters() == AutoModelForCausalLM.from_pretrained(folder).num_parameters()
+
+
+def test_an_exported_student_has_the_teachers_chat_templates(task_of, teachers, tmp_path):
+    folder = shutil.copytree(teachers["llama"], tmp_path / "llama")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}{{ messages }}"}
+    tokenizer.save_pretrained(folder)
+    task = task_of(teacher_path=folder, student={"num_layers": 2})
+    task.export(task.build_student().state_dict(), tmp_path / "student")
+    assert AutoTokenizer.from_pretrained(tmp_path / "student").chat_template == tokenizer.chat_template
 
 
 def test_narrower_students_have_the_first_heads_and_channels(task_of, teachers):

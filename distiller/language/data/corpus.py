@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, final
@@ -49,7 +49,7 @@ class TextFiles(Corpus):
     """One document per file of plain text."""
 
     def __init__(self, path: str) -> None:
-        self._files = _find_files(path, ".txt")
+        self._files = _find_files(path, (".txt",))
         for file in self._files:
             if (kind := OTHER_KINDS.get(file.suffix.lower())) is not None:
                 raise UserError(
@@ -72,7 +72,7 @@ class JsonLines(Corpus):
     """One document per line of JSON; blank lines are skipped."""
 
     def __init__(self, path: str) -> None:
-        self._files = _find_files(path, ".jsonl")
+        self._files = _find_files(path, (".jsonl", ".ndjson"))
 
     @property
     def digest(self) -> str:
@@ -181,18 +181,20 @@ def documents_of(corpus: Corpus, max_samples: int | None) -> Iterator[Document]:
     return islice((document for document in corpus if not is_blank(document)), max_samples)
 
 
-def _find_files(path: str, suffix: str) -> list[Path]:
-    """The file at `path`, a folder's files with this suffix at any depth, or the files of a glob; sorted by path.
+def _find_files(path: str, suffixes: Sequence[str]) -> list[Path]:
+    """The file at `path`, a folder's files with one of these suffixes at any depth, or the files of a glob.
+
+    Sorted by path. Suffixes are compared in lower case.
 
     Raises UserError where there are none.
     """
     local = local_path(path)
     if local.is_dir():
-        files = [file for file in files_below(local) if file.suffix == suffix]
+        files = [file for file in files_below(local) if file.suffix.lower() in suffixes]
         if not files:
             others = sorted({kind for file in files_below(local) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
             hint = f"set data.kind={others[0]}" if others else f"give a glob, such as '{path}/**/*.md'"
-            raise UserError(f"data.path: the folder {path} holds no *{suffix}; {hint}")
+            raise UserError(f"data.path: the folder {path} holds no *{suffixes[0]}; {hint}")
         return files
     if local.exists():
         return [local]

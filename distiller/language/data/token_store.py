@@ -42,7 +42,7 @@ def tokenise_corpus(stage: Stage, corpus: Corpus, tokenizer: DocumentTokenizer, 
             about = _append(columns, tokenizer.tokenise(documents_of(corpus, max_samples)))
             save_file(columns.mapped() | about, stage.partial / TOKENS_FILE)
     except BaseException:
-        shutil.rmtree(stage.partial)
+        shutil.rmtree(stage.partial, ignore_errors=True)
         raise
     (stage.partial / DIGEST_FILE).write_text(digest_files([stage.partial / TOKENS_FILE]), encoding="utf-8")
     stage.finish()

@@ -51,6 +51,9 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 }
 """Key -> names of config attributes; the first of them that the config has is set to the key's value."""
 
+OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping")
+"""Keys whose attribute is None in models without the feature. The config's default may be a number."""
+
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "residual_scale": 1.0,
@@ -87,6 +90,8 @@ def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[st
             continue
         if not value and not isinstance(value, bool):
             # In llama.cpp, 0 or an empty value means that the model has no such feature.
+            if key in OPTIONAL and hasattr(config, key):
+                setattr(config, key, None)
             continue
         name = next((name for name in ATTRIBUTES.get(key, ()) if hasattr(config, name)), None)
         widths = ("attention.key_length", "attention.value_length")

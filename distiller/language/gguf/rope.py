@@ -71,7 +71,7 @@ def apply_rope(
         if "sliding_attention" not in parameters:
             raise UserError(f"{origin}: {prefix}rope.freq_base_swa is of layers that its model has not")
         parameters["sliding_attention"]["rope_theta"] = float(own["rope.freq_base_swa"])
-    scaling = _scaling(config, own, factors, full["rope_theta"], origin, prefix)
+    scaling = _scaling(config, own, factors, origin, prefix)
     if scaling:
         full.update(scaling)
     if LLAMA3_FACTORS in factors and np.any(factors[LLAMA3_FACTORS] != 1):
@@ -107,10 +107,9 @@ def _check_width(config: Any, own: Mapping[str, Any], known: Collection[str], or
 
 
 def _scaling(
-    config: Any, own: Mapping[str, Any], factors: Mapping[str, Any], theta: float, origin: str, prefix: str
+    config: Any, own: Mapping[str, Any], factors: Mapping[str, Any], origin: str, prefix: str
 ) -> dict[str, Any]:
     """The entries of `rope_parameters` for `rope.scaling.*` and LongRoPE; empty without scaling. Raises UserError."""
-    del theta
     kind = own.get("rope.scaling.type")
     factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
     original = own.get("rope.scaling.original_context_length")
