@@ -6,10 +6,12 @@ teacher's own sampling trajectories and reported by noise level.
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -117,6 +119,7 @@ def compare(
         teacher_latents = _teacher_trajectory(pair, conditions, errors)
         scale, low_noise_scale = student_scales(recipe)
         if scale == low_noise_scale:
+            _seed_steps(pipeline, conditions)
             student_latents = family.draw(pipeline, conditions, recipe, scale)
         else:
             # A pipeline with one network takes one guidance scale.
@@ -142,6 +145,13 @@ def compare(
     for name, hits in recognised.items():
         report[f"{name}_recognised"] = sum(hits) / len(hits) if hits else None
     return report
+
+
+def _seed_steps(pipeline: Any, conditions: SamplingInputs) -> None:
+    """Makes the scheduler's steps draw their noise from the samples' generators; not all pipelines pass them on."""
+    step = type(pipeline.scheduler).step
+    if "generator" in inspect.signature(step).parameters:
+        pipeline.scheduler.step = partial(step, pipeline.scheduler, generator=conditions.generators())
 
 
 class _Errors:
@@ -200,12 +210,13 @@ def _teacher_trajectory(pair: Pair, conditions: SamplingInputs, errors: _Errors)
 def _speed(pair: Pair, conditions: SamplingInputs, device: torch.device) -> dict[str, float]:
     """Median times in ms of one conditional forward pass, and the ratio of the teacher's to the student's.
 
-    Measured at timestep 500 with the evaluation's batch size, each model in its own dtype.
+    Measured at the middle of the training schedule with the evaluation's batch size, each model in its own dtype. Of
+    two experts, which have the same architecture, the one that is responsible there is measured.
     """
-    count = len(conditions.noise)
-    times = torch.full((count,), 500.0, device=device)
+    count, middle = len(conditions.noise), pair.process.num_train_timesteps / 2
+    times = torch.full((count,), middle, device=device)
     inputs = inputs_of(conditions.noise, times, conditions.positive, None)
-    request = Request(tuple(range(count)), inputs, (PREDICTION,), pair.network.route([500.0] * count))
+    request = Request(tuple(range(count)), inputs, (PREDICTION,), pair.network.route([middle] * count))
     predict = student_predictor(pair.network, pair.student, conditions, (1.0, 1.0))
     with torch.no_grad():
         teacher_ms = _median_ms(lambda: pair.teacher.predict([request]), device)

@@ -14,6 +14,9 @@ from distiller.diffusion.noise_process import NoiseLevel, NoiseProcess
 from distiller.diffusion.pipeline import PipelineFiles
 from distiller.errors import UserError
 
+FLOW = "flow_prediction"
+"""What diffusers calls the velocity in `prediction_type`."""
+
 
 class FlowMatching(NoiseProcess):
     """x_t = (1 - sigma) x_0 + sigma e, and the network predicts e - x_0 (Lipman et al. 2022, arXiv 2210.02747).
@@ -24,10 +27,22 @@ class FlowMatching(NoiseProcess):
     quantity, share_name = "velocity", "sigma"
 
     def __init__(self, files: PipelineFiles, auto_shift: float, options: Mapping[str, Any]) -> None:
-        """`options` go to the scheduler's `set_timesteps`. Raises UserError when diffusers has no such scheduler."""
+        """`options` go to the scheduler's `set_timesteps`.
+
+        Raises UserError when diffusers has no such scheduler, or when it does not sample by flow matching.
+        """
         self._files, self._options, self.auto_shift = files, options, auto_shift
         self.num_train_timesteps = files.num_train_timesteps
-        self.load_scheduler()
+        # With defaults filled in; schedulers that only know flow matching have neither key.
+        scheduler = self.load_scheduler()
+        config = scheduler.config
+        predicted, has_flow_sigmas = config.get("prediction_type", FLOW), config.get("use_flow_sigmas", True)
+        if predicted != FLOW or not has_flow_sigmas:
+            raise UserError(
+                f"teacher.path: {files.source}: its {type(scheduler).__name__} has prediction_type "
+                f"{predicted} and use_flow_sigmas {has_flow_sigmas}, and this pipeline is distilled with {FLOW} and "
+                "true, with which it was published; correct scheduler/scheduler_config.json"
+            )
 
     def check_task(self, task: DiffusionOptions) -> None:
         del task

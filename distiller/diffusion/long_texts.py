@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.family import Family
-from distiller.errors import shown
+from distiller.errors import UserError, shown
 
 BATCH_TEXTS = 1000
 """Texts that are tokenised at once, to bound the memory."""
@@ -24,8 +24,7 @@ def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[st
     tokenizers = family.load_tokenizers()
     length = family.text_length(task)
     kept = family.kept_tokens(tokenizers, length)
-    longer = family.text_length(task.model_copy(update={"max_sequence_length": length + 1}))
-    kept_longer = family.kept_tokens(tokenizers, longer)
+    kept_longer = family.kept_tokens(tokenizers, length + 1) if _may_be(family, task, length + 1) else kept
     notices = []
     for name, tokenizer in tokenizers.items():
         advice = "shorten them"
@@ -42,6 +41,15 @@ def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[st
                 f"{texts.index(cut[0]) + 1}, loses {lost[cut[0]]:,}: {shown(cut[0])}; {advice}"
             )
     return notices
+
+
+def _may_be(family: Family, task: DiffusionOptions, length: int) -> bool:
+    """Whether the pipeline takes this `task.max_sequence_length`."""
+    try:
+        family.check_task(task.model_copy(update={"max_sequence_length": length}))
+    except UserError:
+        return False
+    return True
 
 
 def _lost_tokens(family: Family, tokenizer: object, kept: int, texts: Sequence[str]) -> Counter[str]:

@@ -83,8 +83,9 @@ def encode_prompts(
 
 
 def embed(family: Family, pipeline: Any, prompts: Sequence[str], length: int) -> dict[str, Tensor]:
-    """The prompts' conditions [B, ...] as a batch, made by the pipeline of `load_text_encoder`."""
-    return family.stack(family.embed(pipeline, prompts, length), length)
+    """The prompts' conditions [B, ...] as a batch, made by the pipeline of `load_text_encoder` in batches of 64."""
+    batches = [prompts[first : first + BATCH_PROMPTS] for first in range(0, len(prompts), BATCH_PROMPTS)]
+    return family.stack([condition for batch in batches for condition in family.embed(pipeline, batch, length)], length)
 
 
 class TextStore:

@@ -620,6 +620,18 @@ class TestTeacherFolder:
 
         refuse_teacher(damage, "transformer/config.json", *words)
 
+    @pytest.mark.parametrize(
+        "wrong", [{"prediction_type": "epsilon"}, {"use_flow_sigmas": False}, {"prediction_type": "v_prediction"}]
+    )
+    def test_a_scheduler_that_does_not_sample_by_flow_matching(self, refuse_teacher, wrong):
+        published = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction"}
+        config = published | {"use_flow_sigmas": True, "flow_shift": 3.0} | wrong
+        refuse_teacher(
+            lambda folder: change_json(folder / "scheduler/scheduler_config.json", **config),
+            "its UniPCMultistepScheduler has prediction_type",
+            "correct scheduler/scheduler_config.json",
+        )
+
     def test_unknown_scheduler(self, refuse_teacher):
         refuse_teacher(
             lambda folder: change_json(folder / "scheduler/scheduler_config.json", _class_name="NoSuchScheduler"),

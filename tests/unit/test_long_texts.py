@@ -90,6 +90,14 @@ def test_each_tokenizer_of_the_picture_families_has_its_own_limit(pictures, tmp_
         assert notice.endswith("raise task.max_sequence_length") == (name == "tokenizer_3")
 
 
+def test_a_length_that_the_pipeline_refuses_is_not_advised(pictures, tmp_path):
+    path = toys.write_prompts(tmp_path / "long.txt", ["a cat", " ".join(["cat"] * 600)])
+    sections = {"data": {"path": str(path)}, "task": {"max_sequence_length": 512}}
+    *_, notice = open_task(picture_recipe("sd3", pictures["sd3"], tmp_path, **sections)).notices()
+    assert "tokenizer_3 keeps 512 of each" in notice
+    assert notice.endswith("; shorten them")
+
+
 def test_what_is_said_is_what_the_encoder_gets(make_recipe, tmp_path):
     """Texts that differ in what is cut alone are one text to the pipeline: `a red cat runs` and `a red cat sits`."""
     import torch

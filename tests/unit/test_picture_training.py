@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from diffusers import DiffusionPipeline
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler
 
 from distiller import commands
 from distiller.config.loading import parse
@@ -80,6 +80,16 @@ def test_a_student_that_is_the_teacher_has_no_loss(make_picture_recipe, train, p
     commands.evaluate(folder, ["evaluation.num_samples=4", "sampling.guidance_scale=3"])
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
     assert evaluation["final_latent_mse"] < 1e-8
+
+
+def test_noise_of_a_stochastic_sampler_is_the_samples_own(make_picture_recipe, train, tmp_path):
+    """The pipeline of Stable Diffusion 3 passes no generator to its scheduler, which drew from the global state."""
+    scheduler = FlowMatchEulerDiscreteScheduler(shift=3.0, stochastic_sampling=True)
+    pipeline = toy_pictures.make_sd3(tmp_path / "sd3", scheduler=scheduler)
+    sections = {"teacher": {"path": str(pipeline)}, "student": {"config": None, "path": str(pipeline)}}
+    folder = train(make_picture_recipe("sd3", **sections, optim={"lr": 1e-12}, train={"max_steps": 1}))
+    commands.evaluate(folder, ["evaluation.num_samples=4"])
+    assert json.loads((folder / "summary.json").read_text())["evaluation"]["final_latent_mse"] < 1e-8
 
 
 @pytest.mark.slow
