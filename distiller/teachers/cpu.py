@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import final
@@ -57,7 +58,8 @@ class CpuTeacher(Teacher):
             self._modules[plan.name] = plan.module
         self._own_bytes = sum(own_buffer_bytes(module) for module in self._modules.values())
         self._wide: _WideModules | None = None
-        self._is_decided = setup.dtype == torch.float32
+        has_blocks = any(network.block_names(plan.name) for plan in plans)
+        self._is_decided = setup.dtype == torch.float32 or not has_blocks
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         with _threads(self._ranks.local_world_size):
@@ -99,11 +101,14 @@ class CpuTeacher(Teacher):
         name, wide = call.module, _WideModules(self._network, self._modules, self._host)
 
         def ratio() -> float:
-            block = self._network.block_names(name)[0]
-            narrow_s = _block_time(self._network, self._modules[name], block, call)
-            wide_s = _block_time(self._network, wide.modules[name], block, call)
-            return narrow_s / wide_s
+            blocks = self._network.block_names(name)[:2]
+            if not blocks:
+                return math.nan
+            narrow_s = _block_time(self._network, self._modules[name], blocks, call)
+            copy_blocks = partial(wide.passing.prefetch, name, len(blocks))
+            return narrow_s / _block_time(self._network, wide.modules[name], blocks, call, copy_blocks)
 
+        # Not a number where the call leaves these blocks out: then nothing is compared, and `teacher.dtype` stays.
         speed = self._ranks.broadcast_from_main(ratio)
         self._is_decided, own_name = True, str(self._dtype).removeprefix("torch.")
         if speed > 1:
@@ -172,12 +177,21 @@ class _BlockRan(Exception):  # noqa: N818
     """Ends a forward pass after the block that is timed."""
 
 
-def _block_time(network: Network, module: nn.Module, block_name: str, call: Call) -> float:
-    """Seconds that one block takes on the call's own input, in the second of two runs.
+def _block_time(
+    network: Network,
+    module: nn.Module,
+    block_names: Sequence[str],
+    call: Call,
+    prepare: Callable[[], None] = lambda: None,
+) -> float:
+    """Seconds that a block takes on the call's own input, with the wait for its weights; the second of two runs.
 
-    A block of `_WideModules` is converted in the first run alone, so this is the time of its computation only.
+    Args:
+        block_names: the module's first two blocks, of which the second is timed: its weights are converted while the
+            first computes, as those of all later ones are. Of a module with one block, that one.
+        prepare: called before each run.
     """
-    started = 0.0
+    started, seconds = math.nan, math.nan
 
     def start(*_: object) -> None:
         nonlocal started
@@ -186,10 +200,15 @@ def _block_time(network: Network, module: nn.Module, block_name: str, call: Call
     def stop(*_: object) -> None:
         raise _BlockRan
 
-    block, seconds = module.get_submodule(block_name), 0.0
-    handles = [block.register_forward_pre_hook(start, prepend=True), block.register_forward_hook(stop)]
+    first, last = (module.get_submodule(name) for name in (block_names[0], block_names[-1]))
+    if first is last:
+        handles = [first.register_forward_pre_hook(start, prepend=True)]
+    else:
+        handles = [first.register_forward_hook(start)]
+    handles.append(last.register_forward_hook(stop))
     try:
         for _ in range(2):
+            prepare()
             try:
                 network.run(module, call)
             except _BlockRan:
@@ -197,7 +216,7 @@ def _block_time(network: Network, module: nn.Module, block_name: str, call: Call
     finally:
         for handle in handles:
             handle.remove()
-    return max(seconds, 1e-9)
+    return seconds
 
 
 @contextmanager

@@ -76,11 +76,17 @@ def _unquantised(network: Network, setup: Setup, requests: Sequence[Request]) ->
     return outputs
 
 
-def _errors(ours: Sequence[Outputs], theirs: Sequence[Outputs]) -> dict[str, float]:
-    """Output's name -> ||q - f|| / ||f||, with q from `ours` (quantised) and f from `theirs`, computed in float32."""
+def _errors(quantized: Sequence[Outputs], reference: Sequence[Outputs]) -> dict[str, float]:
+    """Output's name -> ||q - f|| / ||f||, with q from `quantized` and f from `reference`, computed in float32.
+
+    Infinite where a value of q is not finite, or where all of f are 0 and q's are not.
+    """
     errors = {}
-    for name in theirs[0]:
-        pairs = [(q[name].float(), f[name].float()) for q, f in zip(ours, theirs, strict=True)]
+    for name in reference[0]:
+        pairs = [(q[name].float(), f[name].float()) for q, f in zip(quantized, reference, strict=True)]
         distance = math.hypot(*(float(torch.linalg.vector_norm(q - f)) for q, f in pairs))
-        errors[name] = distance / math.hypot(*(float(torch.linalg.vector_norm(f)) for _, f in pairs))
+        norm = math.hypot(*(float(torch.linalg.vector_norm(f)) for _, f in pairs))
+        errors[name] = distance / norm if norm else (math.inf if distance else 0.0)
+        if math.isnan(errors[name]):
+            errors[name] = math.inf
     return errors

@@ -44,7 +44,7 @@ class StreamedTeacher(Teacher):
         # Whatever can fail for lack of memory or of a permission comes before weights are read.
         alignment = ALIGNMENT * (num_ranks if self._is_sharing else 1)
         sizes = [-(-unit.num_bytes // alignment) * alignment for _, unit in offloaded]
-        self._host = setup.ranks.all_succeed(lambda: HostCopy.make(sizes, setup.ranks))
+        self._host = HostCopy.make(sizes, setup.ranks)
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
         buffers = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(blocks)), device)
@@ -113,12 +113,14 @@ def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str,
 def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
     """Number of blocks that fit in `AUTO_SHARE` of the GPU's free memory beside the student and the pool's buffers.
 
-    The rest of the free memory is for activations. 0 on the CPU.
+    The rest of the free memory is for activations. 0 on the CPU, and for a teacher without blocks.
     """
     device, options = setup.ranks.device, BlockBufferOptions.of(setup.options)
     if device.type != "cuda":
         return 0
     sizes = [unit.num_bytes for plan in plans for unit in plan.units if unit.name != REST]
+    if not sizes:
+        return 0
     rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
     free = int(free_gpu_bytes(device) * AUTO_SHARE)
     budget = free - setup.reserved_bytes - rest - options.ring_blocks * max(sizes)

@@ -103,6 +103,25 @@ def test_too_little_host_memory_is_refused(monkeypatch):
         HostCopy.make(SIZES, ALONE)
 
 
+def make_on_a_machine_of_its_own() -> str:
+    """Each rank is a machine; the second has too little memory."""
+    from accelerate import PartialState
+
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    PartialState(cpu=True)
+    ranks = Ranks.join(torch.device("cpu"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_copy, "free_host_bytes", lambda: 2**20 if ranks.rank == 1 else 2**30)
+        with pytest.raises(UserError) as caught:
+            HostCopy.make(SIZES, ranks)
+    return str(caught.value)
+
+
+def test_one_machine_s_lack_of_memory_is_raised_on_all_machines():
+    for message in on_ranks(2, make_on_a_machine_of_its_own):
+        assert "the teacher's host copy takes" in message
+
+
 def test_nothing_is_left_after_kill_9(tmp_path):
     """The memory has no name, so nothing could be left: not in /dev/shm and not in the folder for files."""
     script = """

@@ -18,6 +18,7 @@ from distiller.errors import UserError
 from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
 from distiller.teachers.factory import open_teacher
+from distiller.teachers.quantization_error import _errors as relative_errors
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.weights.int8 import OUTLIER_THRESHOLD, Int8Linear, quantize
 from distiller.teachers.weights.quantized import convert_linears, plan_quantized_modules
@@ -157,3 +158,11 @@ def test_without_bitsandbytes_it_says_what_to_install(pipeline, monkeypatch):
     monkeypatch.setattr(rules, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'distiller\[quantization\]'"):
         open_teacher(WatchedNetwork(pipeline), setup(quantization="int8"))
+
+
+def test_an_error_without_a_finite_ratio_is_infinite():
+    zero, one, unknown = torch.zeros(2), torch.ones(2), torch.tensor([1.0, torch.nan])
+    quantized = [{"same": zero, "not zero": one, "not finite": unknown, "half": 1.5 * one}]
+    reference = [{"same": zero, "not zero": zero, "not finite": one, "half": one}]
+    expected = {"same": 0.0, "not zero": torch.inf, "not finite": torch.inf, "half": 0.5}
+    assert relative_errors(quantized, reference) == pytest.approx(expected)

@@ -56,12 +56,16 @@ class OffloadedModules:
             self._handles.append(submodule.register_forward_pre_hook(self._onload_hook(i)))
             self._handles.append(submodule.register_forward_hook(self._offload_hook(i), always_call=True))
 
+    def prefetch(self, module_name: str, num_blocks: int) -> None:
+        """Begins to copy the module's first blocks, for a forward pass outside of `run`."""
+        self._pool.release()
+        self._pool.schedule(self._units(module_name)[:num_blocks], then=())
+
     def run(self, agenda: ModuleCalls) -> list[list[Outputs]]:
         """Outputs of each call. With `amortise`, all calls of a module run a block before any runs the next block."""
         schedule: list[int] = []
         for name, calls in agenda:
-            units = [i for i, block in enumerate(self._blocks) if block.module_name == name]
-            schedule += units * (1 if self._amortise else len(calls))
+            schedule += self._units(name) * (1 if self._amortise else len(calls))
         # The next `run` probably begins with the same units as this one.
         self._pool.schedule(schedule, then=schedule[: self._num_buffers])
         results = []
@@ -83,6 +87,9 @@ class OffloadedModules:
         self._modules.clear()
         self._bindings.clear()
         self._blocks = ()
+
+    def _units(self, module_name: str) -> list[int]:
+        return [i for i, block in enumerate(self._blocks) if block.module_name == module_name]
 
     def _onload_hook(self, i: int) -> Callable[..., None]:
         def hook(submodule: nn.Module, args: tuple[Any, ...]) -> None:

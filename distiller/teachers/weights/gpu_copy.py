@@ -43,7 +43,8 @@ class GpuCopy:
             receivers = range(1, ranks.local_world_size)
             return [{gpu: reduce_tensor(buffer)[1] for gpu, buffer in buffers.items()} for _ in receivers]
 
-        handles = ranks.broadcast_from_local_main(allocate)
+        # All ranks of all nodes: otherwise other nodes would wait for one that has too little memory.
+        handles = ranks.all_succeed(lambda: ranks.broadcast_from_local_main(allocate))
 
         def map_buffers() -> None:
             if ranks.is_local_main:

@@ -46,18 +46,22 @@ class HostCopy:
 
     @staticmethod
     def make(sizes: Sequence[int], ranks: Ranks, open_shared: Callable[..., int] | None = None) -> HostCopy:
-        """Makes and maps pieces of these sizes (multiples of ALIGNMENT), without initialising them. Communicates.
+        """Makes and maps pieces of these sizes (multiples of ALIGNMENT), without initialising them.
 
-        Raises UserError when the host has too little memory for them, on every rank of the node.
+        Communicates between all ranks of all nodes. Raises UserError when a host has too little memory, on every rank.
         """
         assert all(size % ALIGNMENT == 0 for size in sizes)
         # A mapping cannot be empty, and only whole pages can be page-locked.
         num_bytes = max(-(-sum(sizes) // PAGE_BYTES), 1) * PAGE_BYTES
-        ranks.broadcast_from_local_main(lambda: _check_free_memory(num_bytes))
-        descriptor = (open_shared or _open_shared)(num_bytes, ranks)
-        memory = mmap.mmap(descriptor, num_bytes)
-        os.close(descriptor)
-        return HostCopy(memory, sizes, num_bytes)
+
+        def map_memory() -> mmap.mmap:
+            ranks.broadcast_from_local_main(lambda: _check_free_memory(num_bytes))
+            descriptor = (open_shared or _open_shared)(num_bytes, ranks)
+            memory = mmap.mmap(descriptor, num_bytes)
+            os.close(descriptor)
+            return memory
+
+        return HostCopy(ranks.all_succeed(map_memory), sizes, num_bytes)
 
     def piece(self, index: int) -> Tensor:
         """One piece: uint8, 1-D, shared."""

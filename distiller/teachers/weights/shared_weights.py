@@ -71,8 +71,12 @@ class SharedWeights:
             else:
                 allocations.append(_HostPiece(len(host_sizes)))
                 host_sizes.append(num_bytes)
-        host = HostCopy.make(host_sizes, ranks) if host_sizes else None
-        gpus = GpuCopy.make(gpu_sizes, ranks) if gpu_sizes else None
+        # Nodes with other free memory have other maps, and all of them communicate in the same calls.
+        any_on_hosts, any_on_gpus = (
+            any(used) for used in zip(*ranks.gather((bool(host_sizes), bool(gpu_sizes))), strict=True)
+        )
+        host = HostCopy.make(host_sizes, ranks) if any_on_hosts else None
+        gpus = GpuCopy.make(gpu_sizes, ranks) if any_on_gpus else None
         shared = SharedWeights(allocations, gpus, host)
         ranks.all_succeed(lambda: shared._load(groups, files) if ranks.is_local_main else None)
         if host is not None and has_gpus and page_lock:
