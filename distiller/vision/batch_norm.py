@@ -1,7 +1,8 @@
-"""What becomes of the student's BatchNorm layers (`student.batch_norm`).
+"""Replaces the student's BatchNorm layers as `student.batch_norm` says.
 
-With the statistics of its own micro-batch, a layer's answers depend on how an update is split: 8 samples at once and
-2 x 4 differ by 1e-2 in the loss. Frozen statistics, and GroupNorm (Wu and He 2018), look at one sample at a time.
+With the statistics of a micro-batch, a layer's output depends on how an update is split into micro-batches: one of 8
+samples and two of 4 differ by 1e-2 in the loss. With frozen statistics or GroupNorm (Wu and He 2018), the output for a
+sample does not depend on other samples.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ MAX_GROUPS, MIN_CHANNELS_A_GROUP = 32, 4
 
 @final
 class BatchNorm(nn.Module):
-    """A BatchNorm layer's tensors under their names, and its arithmetic in the dtype of its statistics.
+    """A BatchNorm layer with the same tensor names, which casts weight and bias to the dtype of its statistics.
 
-    An engine that holds weights in bfloat16 (ZeRO, FSDP2) leaves statistics in float32, and the kernels of GPUs refuse
-    the two together in the backward pass ("Expected running_mean to have type BFloat16 but got Float", torch 2.11). So
-    scale and shift are widened here, on every device; the input stays as it is.
+    An engine that holds weights in bfloat16 (ZeRO, FSDP2) leaves statistics in float32. CUDA kernels refuse the two
+    together in the backward pass ("Expected running_mean to have type BFloat16 but got Float", torch 2.11). So weight
+    and bias are cast here, on every device; the input keeps its dtype.
 
     Attributes:
-        is_frozen: normalises by the running statistics in training too; scale and shift are trained.
+        is_frozen: normalises by the running statistics in training too; weight and bias are trained.
     """
 
     running_mean: Tensor
@@ -40,7 +41,10 @@ class BatchNorm(nn.Module):
         self.register_buffer("num_batches_tracked", layer.num_batches_tracked)
 
     def forward(self, input: Tensor) -> Tensor:
-        """[B, C, ...] -> the same shape and dtype; counts a batch and moves the statistics where it learns them."""
+        """Normalises [B, C, ...]; returns the same shape and dtype.
+
+        In training, unless frozen, uses the statistics of the batch, and updates the running ones and the batch count.
+        """
         mean, variance = self.running_mean, self.running_var
         weight, bias = (None if tensor is None else tensor.to(dtype=mean.dtype) for tensor in (self.weight, self.bias))
         if self.is_frozen or not self.training:
@@ -51,7 +55,7 @@ class BatchNorm(nn.Module):
 
 
 def num_groups(num_channels: int) -> int:
-    """The most groups, 32 at most, of equal size and at least four channels; one where that cannot be."""
+    """The largest number of groups, at most 32, of equal size and with at least 4 channels each; 1 where none fits."""
     most = min(MAX_GROUPS, num_channels // MIN_CHANNELS_A_GROUP)
     return next((count for count in range(most, 1, -1) if num_channels % count == 0), 1)
 
@@ -59,8 +63,8 @@ def num_groups(num_channels: int) -> int:
 def replace_batch_norm(model: nn.Module, kind: str) -> None:
     """Replaces the model's BatchNorm layers in place by what `kind` (batch, frozen or group) means.
 
-    Scale and shift are kept. GroupNorm has no running statistics, so a trained model has to learn on. A layer that
-    keeps no statistics stays as it is: it has nothing to freeze, and answers from its batch alone.
+    Weight and bias are kept. GroupNorm has no running statistics, so a trained model has to be trained further. With
+    batch and frozen, a layer without running statistics is not replaced: it always normalises by its batch.
     """
     for layer in list(model.modules()):
         for name, child in list(layer.named_children()):
@@ -72,7 +76,7 @@ def replace_batch_norm(model: nn.Module, kind: str) -> None:
 
 
 def has_batch_norm(model: nn.Module) -> bool:
-    """Whether any of its layers is one."""
+    """Whether any layer of the model is a BatchNorm layer, replaced by `BatchNorm` or not."""
     return any(isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d | BatchNorm) for layer in model.modules())
 
 

@@ -1,8 +1,8 @@
-"""Weight files whose tensors have the names of the module's, also where the library renames or merges what it reads.
+"""Weight files with the module's tensor names, converted where transformers renames or merges tensors while loading.
 
-The hub holds classifiers under names that today's classes no longer use (ViT's `encoder.layer.0.attention.attention`),
-and `save_pretrained` writes those again. Placements read tensors one by one by the module's names, so such a model is
-read by the library once, and written under them.
+Classifiers on the hub have tensor names that today's classes no longer use (ViT's
+`encoder.layer.0.attention.attention`), and `save_pretrained` writes those names again. Placements read tensors one by
+one by the module's names, so transformers loads such a model once, and it is saved with the module's names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from distiller.vision.weight_files import stored_dtype, stored_files, stored_nam
 
 
 def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path | StageFolders) -> list[Path]:
-    """The files themselves where they hold these names, else a copy of them in a keyed folder, made once.
+    """The model's own files where they hold exactly these names, else converted copies in a keyed folder, made once.
 
-    Does not communicate: of processes that want the same copy, one makes it and the others wait for its lock.
+    Does not communicate: of several processes, one converts and the others wait for its file lock.
 
     Raises:
         UserError: the library finds weights missing, or some that the model of config.json does not have.
@@ -38,7 +38,7 @@ def converted_files(files: ClassifierFiles, names: set[str], stages_dir: Path | 
 
 
 def _convert(files: ClassifierFiles, stage: Stage) -> None:
-    # First on the meta device, where nothing is read.
+    # First on the meta device, where no weights are read.
     _, report = read_model(files.root, files.config, device_map="meta")
     for kind, what in (
         ("missing_keys", "lack"),
@@ -50,7 +50,7 @@ def _convert(files: ClassifierFiles, stage: Stage) -> None:
             raise UserError(
                 f"{files.source}: its weights {what} {name}; give the weights that belong to its config.json"
             )
-    # Not "auto", which is what the config says: weights that are finer than that would be rounded.
+    # Not "auto", which is the config's dtype: weights that were saved in a wider dtype would be rounded.
     model, _ = read_model(files.root, files.config, dtype=stored_dtype(files.weight_files()))
     shutil.rmtree(stage.partial, ignore_errors=True)
     model.save_pretrained(stage.partial, save_original_format=False)

@@ -1,4 +1,4 @@
-"""A trained classifier against its teacher, on pictures that neither of the recipe's trainings saw."""
+"""Compares a trained classifier with its teacher on held-out pictures, on which neither of them was trained."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from distiller.vision.network import LOGITS
 from distiller.vision.samples import PictureData, collate
 
 MIN_TIMED_S = 0.5
+"""Seconds that the timed passes take together, at least."""
 
 
 def compare(
@@ -25,27 +26,29 @@ def compare(
     batch_size: int,
     prepare: Callable[[Tensor], Tensor],
 ) -> dict[str, Any]:
-    """Accuracy of both, how often they agree, and how fast they are.
+    """Accuracy and speed of teacher and student, and how often they predict the same class.
+
+    Communicates where the teacher's placement does.
 
     Args:
-        count: of the data, the first so many in its order.
-        prepare: brings pixels to where and as the networks take them.
+        count: number of pictures, at least 1; the first ones of `data`.
+        prepare: moves pixels [B, C, H, W] float32 to the networks' device and memory format.
 
     Returns:
-        JSON-ready figures; `agreement` is the share of pictures that both give the same class, right or wrong, and
-        throughputs are forward passes of the largest batch.
+        JSON-ready figures. `agreement` is the share of pictures for which both predict the same class, right or wrong.
+        Throughputs are pictures per second of forward passes with the largest batch.
     """
     hits: dict[str, int] = {"teacher": 0, "student": 0}
     agreed, largest = 0, torch.empty(0)
     for first in range(0, count, batch_size):
         batch = collate([data[0, number] for number in range(first, min(first + batch_size, count))])
         pixels = prepare(batch.pixels)
-        theirs = ask_teacher(teacher, pixels, batch.sample_ids).argmax(-1).cpu()
+        teacher_classes = ask_teacher(teacher, pixels, batch.sample_ids).argmax(-1).cpu()
         with torch.no_grad():
-            ours = student(pixel_values=pixels).logits.argmax(-1).cpu()
-        hits["teacher"] += int((theirs == batch.labels).sum())
-        hits["student"] += int((ours == batch.labels).sum())
-        agreed += int((theirs == ours).sum())
+            student_classes = student(pixel_values=pixels).logits.argmax(-1).cpu()
+        hits["teacher"] += int((teacher_classes == batch.labels).sum())
+        hits["student"] += int((student_classes == batch.labels).sum())
+        agreed += int((teacher_classes == student_classes).sum())
         largest = pixels if len(pixels) > len(largest) else largest
     ids = tuple(range(len(largest)))
     teacher_speed = _pictures_per_s(lambda: ask_teacher(teacher, largest, ids), largest)
@@ -66,12 +69,12 @@ def compare(
 
 
 def ask_teacher(teacher: Teacher, pixels: Tensor, sample_ids: Sequence[int]) -> Tensor:
-    """The teacher's logits [B, classes]; may communicate, as its placement does."""
+    """The teacher's logits [B, classes] of pixels [B, C, H, W]; communicates where the teacher's placement does."""
     return teacher.predict([Request(tuple(sample_ids), {"pixels": pixels}, (LOGITS,))])[0][LOGITS]
 
 
 def _pictures_per_s(call: Callable[[], Any], pixels: Tensor) -> float:
-    """By the median of some passes, after one to warm up."""
+    """Pictures per second, from the median time of 5 passes or more after one to warm up. Waits for the GPU."""
     call()
     times: list[float] = []
     while len(times) < 5 or sum(times) < MIN_TIMED_S:

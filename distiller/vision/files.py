@@ -1,4 +1,4 @@
-"""A saved image classifier of the `transformers` library: what it is, before any weight is read; then its weights."""
+"""Finds a saved image classifier of transformers: first its config and processor, then its weight files."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from distiller.vision.structure import Structure, inspect_model
 from distiller.vision.weight_files import check_weights, stored_files, weights_among
 
 Picture = np.ndarray
-"""uint8 [H, W, C], C as the model has it."""
+"""uint8 [H, W, C]; C is the model's number of channels."""
 
 UNSTABLE_KEYS = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
-"""Keys of a config that change no answer: who wrote it, where it lay, and how its weights were saved."""
+"""Keys of a config that do not change outputs: the library's version, the config's path, the dtype of saved weights."""
 
 
 @dataclass(frozen=True)
 class ClassifierFiles:
-    """A classifier's descriptions (JSON only). `root` holds config.json.
+    """A classifier as its JSON files describe it.
 
     Attributes:
-        source: as given in the recipe, for messages.
-        repository: hub id and revision; None of a folder.
-        labels: the name of each class, by its number.
+        source: `teacher.path: PATH` as in the recipe, for messages.
+        root: the folder that holds config.json.
+        repository: hub id and revision; None for a folder.
         structure: of the model of this config.
+        labels: names of the classes, in the order of the logits.
     """
 
     source: str
@@ -45,14 +46,14 @@ class ClassifierFiles:
     labels: tuple[str, ...]
 
     def describe(self) -> dict[str, Any]:
-        """What the config says of the model, for keys and digests: the same under every version of the library."""
+        """The config's values that are no defaults, without `UNSTABLE_KEYS`; for keys and digests."""
         return _without_unstable_keys(self.config.to_diff_dict())
 
     def fetch(self) -> Path:
-        """Makes the weights present (downloads them from a hub) and returns the folder. Reads headers only.
+        """Downloads the weights if they are on a hub, and returns the folder. Reads headers only.
 
         Raises:
-            UserError: there are none in safetensors, or one of the files is not whole.
+            UserError: there are no weights in safetensors, or one of the files is incomplete.
         """
         if self.repository is not None:
             name, revision = self.repository
@@ -61,7 +62,7 @@ class ClassifierFiles:
         return self.root
 
     def check_listed(self, subfolder: str | None) -> None:
-        """Raises UserError where the hub has no weights in safetensors. Downloads nothing."""
+        """Raises UserError where the repository has weights only in files that are not read. Downloads no file."""
         if self.repository is not None:
             check_listed(listed_files(*self.repository), subfolder or "", TRANSFORMERS_NAME, self.source)
 
@@ -74,16 +75,16 @@ class ClassifierFiles:
         return found
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files, as they lie there."""
+        """The safetensors files as they were saved; see `fetch`."""
         return stored_files(self.fetch())
 
     def digest(self) -> str:
-        """The content digest of the weights and the config."""
+        """The content digest of weights and config. May read whole files; see `fetch`."""
         return digest_files([*self.weight_files(), self.root / "config.json"])
 
 
 def find_folder(path: str, revision: str | None, subfolder: str | None) -> tuple[Path, str | None]:
-    """The folder that teacher.path means, with its JSON files present, and the hub id if it is one. UserError."""
+    """The folder that `teacher.path` names, with its JSON files, and the hub id or None. Raises UserError."""
     folder, is_hub = find_root("teacher", path, local_path(path), revision, ["*.json"], "config.json")
     return folder / subfolder if subfolder else folder, path if is_hub else None
 
@@ -107,19 +108,19 @@ def read_config(file: Path, origin: str) -> PretrainedConfig:
             f"{origin}: {file.name} describes {named[0]}; task classification needs ...ForImageClassification"
         )
     try:
-        # Infinities, which JSON has not, are objects in the file.
+        # JSON has no infinities: the file holds objects for them.
         return AutoConfig.for_model(**PretrainedConfig._decode_special_floats(content))
     except Exception as error:
-        # Each config class checks its values in its own way.
+        # Each config class raises errors of its own types for wrong values.
         raise UserError(f"{origin}: transformers cannot read {file.name} ({_line(error)}); correct it") from error
 
 
 def inspect_config(config: PretrainedConfig, picture_shape: tuple[int, int, int], origin: str) -> Structure:
-    """What the model of a config is made of. Raises UserError where it does not take such pictures."""
+    """The structure of a config's model. Raises UserError where it does not run on pictures of shape (C, H, W)."""
     try:
         return inspect_model(config, picture_shape)
     except Exception as error:
-        # The library raises whatever its layers do.
+        # The model's layers raise errors of many types.
         shape = " x ".join(map(str, picture_shape))
         raise UserError(
             f"{origin}: the model of its config does not run on pictures of {shape} ({_line(error)})"
@@ -144,18 +145,22 @@ def find_classifier(path: str, revision: str | None, subfolder: str | None, proc
 
 def labels_of(config: PretrainedConfig, num_logits: int, origin: str) -> tuple[str, ...]:
     """The names of the classes in the order of the logits. Raises UserError where id2label does not name them all."""
-    names: Mapping[int, str] = {int(number): str(name) for number, name in (config.id2label or {}).items()}
+    names: Mapping[int, str] = {int(index): str(name) for index, name in (config.id2label or {}).items()}
     if sorted(names) != list(range(num_logits)):
         raise UserError(
             f"{origin}: id2label names {len(names)} classes and the model has {num_logits}; correct config.json"
         )
-    return tuple(names[number] for number in range(num_logits))
+    return tuple(names[index] for index in range(num_logits))
 
 
 class Processor:
-    """The model's own way from a picture to its input: size, crop, scale and normalisation, by its processor's config.
+    """Makes the model's input from a picture: resizes, crops, scales and normalises, as preprocessor_config.json says.
 
-    Computed with PIL and numpy on the CPU: the same numbers everywhere, whether or not torchvision is there.
+    Computed with PIL and numpy on the CPU, so that the numbers do not depend on whether torchvision is installed.
+
+    Attributes:
+        shape: (C, H', W') of every input.
+        num_channels: of a picture.
     """
 
     def __init__(self, root: Path, num_channels: int, origin: str) -> None:
@@ -168,7 +173,7 @@ class Processor:
                 self(np.zeros((*size, num_channels), np.uint8)).shape for size in ((64, 64), (48, 96), (300, 200))
             }
         except Exception as error:
-            # It raises whatever it raises.
+            # Processors raise errors of many types.
             raise UserError(f"{origin}: its preprocessor_config.json cannot be used ({_line(error)})") from error
         if len(shapes) > 1:
             raise UserError(
@@ -194,7 +199,7 @@ class Processor:
 
 
 def _without_unstable_keys(values: dict[str, Any]) -> dict[str, Any]:
-    """The values without `UNSTABLE_KEYS`, also in the configs of parts."""
+    """The values without `UNSTABLE_KEYS`, also in nested configs."""
     return {
         key: _without_unstable_keys(value) if isinstance(value, dict) else value
         for key, value in values.items()

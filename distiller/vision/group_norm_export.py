@@ -1,8 +1,8 @@
-"""A saved classifier whose BatchNorm layers are GroupNorm, in a form that the library loads as what it is.
+"""Saves a classifier whose BatchNorm layers were replaced by GroupNorm, so that transformers loads it correctly.
 
-Under its own model type the library would build BatchNorm layers, put scale and shift into them, and answer wrongly.
-So it is saved under a type that only its own code knows: `from_pretrained(folder, trust_remote_code=True)` builds it,
-and without that flag the library refuses.
+Under the original model type, transformers would build BatchNorm layers, load weight and bias into them, and compute
+wrong outputs. So the model is saved under a type of its own, together with code for that type:
+`from_pretrained(folder, trust_remote_code=True)` loads it, and without that flag transformers refuses.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class GroupNormModel({model}):
 
 
 def save_group_norm(model: PreTrainedModel, folder: Path) -> None:
-    """Writes weights, config and code."""
-    # Renamings of the library belong to its own model types.
+    """Writes weights, config and code into `folder`."""
+    # With the module's own tensor names: transformers renames tensors only for its own model types.
     model.save_pretrained(folder, save_original_format=False)
     file = folder / "config.json"
     config = json.loads(file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""The classes of the data against those that the teacher knows."""
+"""Maps the classes of the data to the teacher's classes."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ from distiller.errors import UserError, shown
 
 
 def class_numbers(names: Sequence[str], labels: Sequence[str], origin: str) -> list[int]:
-    """The teacher's number for each class of the data.
+    """For each class of the data, the index of the teacher's logit.
 
-    By name. A teacher that was saved without names (LABEL_0, LABEL_1, ...) has the data's classes in their order,
-    unless they are called so too.
+    Classes are matched by name. A teacher that was saved without names (LABEL_0, LABEL_1, ...) is taken to have the
+    data's classes in the data's order, unless the data's classes have such names too.
+
+    Args:
+        names: names of the data's classes.
+        labels: names of the teacher's classes, in the order of its logits.
+        origin: what messages begin with.
 
     Raises:
-        UserError: a class of the data is none of the teacher's, or stands for two of them.
+        UserError: a class of the data is none of the teacher's, or the name of several, or the number of classes is not
+            that of a teacher without names.
     """
     known = set(names) <= set(labels)
     if not known and all(re.fullmatch(r"LABEL_\d+", label) for label in labels):

@@ -1,4 +1,4 @@
-"""The `transformers` library's classifiers, built whole in whatever process asks for one."""
+"""Builds and loads image classifiers of transformers, unsharded in every process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 
 def new_model(config: PretrainedConfig) -> PreTrainedModel:
-    """A model of this config in float32, in training mode; on the meta device inside of a context that says so.
+    """A new model of this config in float32, in training mode; on the meta device inside `torch.device("meta")`.
 
-    Float32 whatever `dtype` the config has, which says how somebody saved weights: drawn in bfloat16, a student would
-    begin on a grid of 8 bits. Whole also under ZeRO-3: the library would cut its parameters up while it builds them,
-    which the engine does later.
+    The config's `dtype` is ignored, since it only says how weights were saved: weights drawn in bfloat16 would have 8
+    significant bits. Under ZeRO-3 the model is unsharded too. transformers would shard its parameters while it builds
+    them, which the engine does later.
     """
     unset_hf_deepspeed_config()
     # A copy, since the library writes the dtype into the config that it is given.
@@ -24,7 +24,10 @@ def new_model(config: PretrainedConfig) -> PreTrainedModel:
 
 
 def read_model(folder: Path, config: PretrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A saved model, in eval mode, and what the library found missing, unknown or misshapen. Safetensors only."""
+    """A saved model in eval mode, and transformers' loading report (missing, unexpected and mismatched tensors).
+
+    Reads safetensors files only, and never from the network.
+    """
     unset_hf_deepspeed_config()
     return AutoModelForImageClassification.from_pretrained(
         folder, config=config, use_safetensors=True, local_files_only=True, output_loading_info=True, **options

@@ -24,14 +24,14 @@ MODULE = "classifier"
 class ClassifierNetwork(Network):
     """A model of `AutoModelForImageClassification`.
 
-    Request inputs: `pixels` [B, C, H, W] float32. Outputs: `logits` [B, classes] and `features/N`, what block N gives
-    ([B, C, H, W] or [B, tokens, dim]), in the module's dtype.
+    Request inputs: `pixels` [B, C, H, W] float32. Outputs: `logits` [B, classes] and `features/N`, the output of block
+    N ([B, C, H, W] or [B, tokens, dim]); in the module's dtype.
     """
 
     def __init__(
         self, config: PretrainedConfig, structure: Structure, origin: str, files: Callable[[set[str]], list[Path]]
     ) -> None:
-        """`files` gives the safetensors files, whole on this machine, that hold tensors of these names."""
+        """`files` returns complete local safetensors files that hold the tensors of these names."""
         self._config, self._structure, self._files = config, structure, files
         self.origin, self.module_names = origin, (MODULE,)
 

@@ -1,4 +1,4 @@
-"""The digest of many picture files' whole contents, which is read once for as long as the files look unchanged."""
+"""The digest of many picture files' contents, recorded so that files which look unchanged are not read again."""
 
 from __future__ import annotations
 
@@ -21,23 +21,25 @@ from distiller.storage.content_digests import (
 from distiller.storage.stages import digest_of
 
 _THREADS = 8
-"""Hashing and reading both run without Python's lock."""
+"""Reading threads; hashing and reading both release Python's global lock."""
 
 
 def contents_digest(files: Sequence[Path]) -> str:
-    """Of the contents, in this order: the same for a copy of the files, whatever their times. Does not communicate.
+    """The digest of the files' contents in this order; the same for a copy of the files. Does not communicate.
 
-    Reads every file, which of a large data set takes as long as a pass over it; the result is noted on this machine
-    under the files' paths, sizes, times and inodes, and one of its processes reads while the others wait for the note.
-    Where nothing can be noted, each of them reads. Raises UserError for a file that cannot be read.
+    Reads every file, which takes as long as one pass over the data set. The result is recorded on this machine under
+    the files' paths, sizes, times and inodes: one process reads while the others wait for its file lock. Where no
+    record can be written, every process reads the files. Raises UserError for a file that cannot be read.
     """
     try:
-        note = digest_record(f"pictures-{digest_of([[str(file.absolute()), *stat_signature(file)] for file in files])}")
-        digest = read_recorded_digest(note)
+        record = digest_record(
+            f"pictures-{digest_of([[str(file.absolute()), *stat_signature(file)] for file in files])}"
+        )
+        digest = read_recorded_digest(record)
         if digest is None:
-            with _locked_where_possible(note):
-                digest = read_recorded_digest(note) or _read(files)
-                record_digest(note, digest)
+            with _locked_where_possible(record):
+                digest = read_recorded_digest(record) or _read(files)
+                record_digest(record, digest)
         return digest
     except OSError as error:
         raise UserError(f"data.path: {error.filename}: {error.strerror}; restore it") from error
@@ -45,13 +47,13 @@ def contents_digest(files: Sequence[Path]) -> str:
 
 @contextmanager
 def _locked_where_possible(note: Path) -> Iterator[None]:
-    """Holds the note's lock, where the file system lets one be taken."""
+    """Holds the record's lock, where the file system has locks and can be written."""
     lock = FileLock(note.with_name(f"{note.name}.lock"))
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except (OSError, NotImplementedError):
-        # A home that cannot be written, or without locks.
+        # The home folder cannot be written, or its file system has no locks.
         pass
     try:
         yield

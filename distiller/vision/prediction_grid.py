@@ -17,12 +17,12 @@ from distiller.vision.files import Picture
 
 
 def read_prompts(files: Sequence[str], num_channels: int) -> list[Picture]:
-    """The pictures that `sample` is asked about. Raises UserError for a file that is none."""
+    """The pictures of `sample --prompts`, uint8 [H, W, C]. Raises UserError for a file that cannot be read as one."""
     return [_read(Path(file), num_channels) for file in files]
 
 
 def classes_of(student: nn.Module, pixels: Tensor) -> list[int]:
-    """The number of each picture's class, by a model of the library."""
+    """The student's predicted class of each picture, as an index of the logits, for pixels [B, C, H, W]."""
     with torch.no_grad():
         return student(pixel_values=pixels).logits.argmax(-1).tolist()
 
@@ -33,17 +33,23 @@ def prediction_grid(
     truths: Sequence[int | None],
     predictions: dict[str, Sequence[int]],
 ) -> Image.Image:
-    """Pictures under what they are and what each network (by name) takes them for; `names` are the classes'."""
+    """A grid of pictures, each with its true class, where it is known, and the classes that the networks predict.
+
+    Args:
+        names: names of the classes.
+        truths: true class of each picture, None where it is not known.
+        predictions: name of a network -> its predicted class of each picture.
+    """
     titles = []
-    for place, truth in enumerate(truths):
-        said = [f"{who}: {names[numbers[place]]}" for who, numbers in predictions.items()]
-        titles.append("; ".join([names[truth], *said] if truth is not None else said))
+    for i, truth in enumerate(truths):
+        labels = [f"{network}: {names[classes[i]]}" for network, classes in predictions.items()]
+        titles.append("; ".join([names[truth], *labels] if truth is not None else labels))
     side = max(max(picture.shape[:2]) for picture in pictures)
     return labelled_grid({"picture": [_square(picture, side) for picture in pictures]}, titles)
 
 
 def _square(picture: Picture, side: int) -> np.ndarray:
-    """On a white square, with three channels: one grid holds pictures of any size."""
+    """The picture in the middle of a white square [side, side, 3], so that one grid can hold pictures of any size."""
     canvas = np.full((side, side, 3), 255, np.uint8)
     height, width = picture.shape[:2]
     top, left = (side - height) // 2, (side - width) // 2

@@ -1,4 +1,4 @@
-"""Training samples and micro-batches: pictures, cut and mirrored by draws that depend on (seed, epoch, sample id)."""
+"""Samples and micro-batches of pictures; random crops and flips depend on (seed, epoch, sample id) alone."""
 
 from __future__ import annotations
 
@@ -18,30 +18,36 @@ from distiller.vision.sources import Pictures
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How training pictures are changed; `kind` is none, crop or crop-flip, `least_area` a share of the picture's."""
+    """How training pictures are changed. `kind` is none, crop or crop-flip.
+
+    `least_area` is the least area of a crop, as a share of the picture's area.
+    """
 
     kind: str
     least_area: float
 
     def apply(self, picture: Picture, seed: int, epoch: int, sample_id: int) -> Picture:
-        """A random part, of side ratio 3/4 to 4/3, perhaps mirrored; the processor then scales it (Szegedy 2015)."""
+        """A random crop of width / height 3/4 to 4/3 (Szegedy 2015), mirrored at random for crop-flip.
+
+        Takes and returns uint8 [H, W, C]; the processor scales the crop. The result may be a view of the picture.
+        """
         if self.kind == "none":
             return picture
         generator = rng.generator(seed, epoch, sample_id, "augmentation")
-        area, ratio, top, left, side = torch.rand(5, generator=generator, dtype=torch.float64).tolist()
+        area, ratio, top, left, flip = torch.rand(5, generator=generator, dtype=torch.float64).tolist()
         height, width = picture.shape[:2]
-        pixels = (self.least_area + (1 - self.least_area) * area) * height * width
+        area_pixels = (self.least_area + (1 - self.least_area) * area) * height * width
         aspect = (4 / 3) ** (2 * ratio - 1)
-        rows = min(height, max(1, round((pixels / aspect) ** 0.5)))
-        columns = min(width, max(1, round((pixels * aspect) ** 0.5)))
+        rows = min(height, max(1, round((area_pixels / aspect) ** 0.5)))
+        columns = min(width, max(1, round((area_pixels * aspect) ** 0.5)))
         first_row, first_column = int(top * (height - rows + 1)), int(left * (width - columns + 1))
-        part = picture[first_row : first_row + rows, first_column : first_column + columns]
-        return part[:, ::-1] if self.kind == "crop-flip" and side < 0.5 else part
+        crop = picture[first_row : first_row + rows, first_column : first_column + columns]
+        return crop[:, ::-1] if self.kind == "crop-flip" and flip < 0.5 else crop
 
 
 @dataclass(frozen=True)
 class PictureSample:
-    """One picture as the networks see it: pixels [C, H, W] float32, and its class by the teacher's numbers."""
+    """One picture as the networks see it: pixels [C, H, W] float32, and its class (index of the teacher's logit)."""
 
     sample_id: int
     pixels: Tensor
@@ -66,7 +72,7 @@ class PictureBatch:
 
 
 class PictureData(Dataset[PictureSample]):
-    """Some of the pictures, indexed by (epoch, place among them)."""
+    """A data set of some of the pictures, indexed by (epoch, sample id); a sample id is an index into `numbers`."""
 
     def __init__(
         self,
@@ -77,7 +83,10 @@ class PictureData(Dataset[PictureSample]):
         augmentation: Augmentation,
         seed: int,
     ) -> None:
-        """`numbers` are places among all pictures; `labels` the teacher's number of each class of the data."""
+        """`numbers`: the data set's pictures, as indices into all pictures.
+
+        `labels`: for each class of the data, the index of the teacher's logit.
+        """
         self._pictures, self._numbers, self._labels = pictures, numbers, labels
         self._processor, self._augmentation, self._seed = processor, augmentation, seed
 
@@ -91,11 +100,11 @@ class PictureData(Dataset[PictureSample]):
         return PictureSample(sample_id, pixels, self.label(sample_id))
 
     def picture(self, sample_id: int) -> Picture:
-        """As it is in the files."""
+        """The picture as it was stored. Raises RunError where it cannot be read."""
         return self._pictures.read(self._numbers[sample_id], self._processor.num_channels)
 
     def label(self, sample_id: int) -> int:
-        """Its class, by the teacher's numbers."""
+        """The picture's class, as an index of the teacher's logits."""
         return self._labels[self._pictures.classes[self._numbers[sample_id]]]
 
 
@@ -109,18 +118,18 @@ def collate(samples: Sequence[PictureSample]) -> PictureBatch:
 
 
 def split_held_out(classes: Sequence[int], share: float) -> tuple[list[int], list[int]]:
-    """(trained on, held out): the same share of each class, whatever the recipe's seed.
+    """Indices of the pictures to train on and of those held out; of each class, the share `share` is held out.
 
-    Not by the seed: a teacher that was trained under another one would have seen what a student is judged by. Both are
-    in an order that depends on nothing but how many pictures there are: in a folder's own, the first so many would be
-    of one class.
+    The split does not depend on the recipe's seed. If it did, a teacher trained with another seed would have seen
+    pictures on which the student is evaluated. The order of both lists depends on the number of pictures alone. In a
+    folder's own order, the first pictures (`data.max_samples`) would all be of one class.
     """
     members: dict[int, list[int]] = {}
-    for place, number in enumerate(classes):
-        members.setdefault(number, []).append(place)
+    for index, label in enumerate(classes):
+        members.setdefault(label, []).append(index)
     held_out: set[int] = set()
-    for number, places in members.items():
-        order = torch.randperm(len(places), generator=rng.generator(0, 0, number, "held-out")).tolist()
-        held_out |= {places[place] for place in order[: round(share * len(places))]}
+    for label, indices in members.items():
+        order = torch.randperm(len(indices), generator=rng.generator(0, 0, label, "held-out")).tolist()
+        held_out |= {indices[index] for index in order[: round(share * len(indices))]}
     mixed = torch.randperm(len(classes), generator=rng.generator(0, 0, 0, "order-of-pictures")).tolist()
-    return [place for place in mixed if place not in held_out], [place for place in mixed if place in held_out]
+    return [index for index in mixed if index not in held_out], [index for index in mixed if index in held_out]

@@ -1,4 +1,4 @@
-"""Where pictures come from: a folder for each class, a saved data set, or a packaged one."""
+"""Sources of pictures: a folder for each class, a saved data set, or a packaged data set."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -29,17 +29,17 @@ from distiller.vision.files import Picture
 from distiller.vision.picture_digest import contents_digest
 
 PACKAGED = {"digits": "distiller.demo.digit_pictures:DigitPictures"}
-"""`data.kind` of the data sets that need no path -> module and class of `Pictures`, imported when it is asked for."""
+"""`data.kind` of the data sets that need no path -> module and class of `Pictures`, imported when it is needed."""
 
 
 class Pictures(ABC):
     """Pictures and their classes, numbered from 0.
 
     Attributes:
-        class_names: of the data's classes, in the data's order.
-        classes: of each picture, a place in `class_names`.
-        names: of each picture, with its file's size, for the digest that a resumed run is compared by.
-        notices: what of the data is left out, a line each.
+        class_names: names of the data's classes, in the data's order.
+        classes: class of each picture, as an index into `class_names`.
+        names: name of each picture (with the size of its file), for the digest that must be the same in a resumed run.
+        notices: what is left out of the data, a line each.
     """
 
     class_names: tuple[str, ...]
@@ -49,20 +49,21 @@ class Pictures(ABC):
 
     @abstractmethod
     def contents(self) -> Any:
-        """What changes when the pictures' pixels do, for JSON: the same for a copy of the data, wherever it lies.
+        """A JSON-ready value that changes when the pictures' pixels do, and is the same for a copy in another folder.
 
         May read every picture.
         """
 
     @abstractmethod
     def read(self, number: int, num_channels: int) -> Picture:
-        """One picture, uint8 [H, W, C]. Raises RunError when it cannot be read."""
+        """Picture `number`, uint8 [H, W, num_channels]; 1 channel is grey, 3 are RGB. RunError if it is unreadable."""
 
 
 class FolderPictures(Pictures):
-    """`path/CLASS/**/*.png` and the like; classes and files in the order of their names."""
+    """Pictures in a folder for each class (`path/CLASS/**/*.png` and other formats), sorted by name."""
 
     def __init__(self, path: Path) -> None:
+        """Raises UserError where `path` is no folder, or a class has no picture. Reads no file's content."""
         if not os.path.isdir(path):
             raise UserError(
                 f"data.path: {path} is not a folder{looked_for(path)}; data.kind=images needs one with a folder for "
@@ -106,7 +107,7 @@ class DatasetPictures(Pictures):
         try:
             loaded: Any = datasets.load_from_disk(data.path)
         except Exception as error:
-            # It lets the errors of its file formats through.
+            # datasets does not convert the errors of its file formats.
             reason = " ".join(str(error).split())
             raise UserError(f"data.path: {data.path} is not a data set saved with save_to_disk ({reason})") from error
         if isinstance(loaded, datasets.DatasetDict):
@@ -144,7 +145,7 @@ class DatasetPictures(Pictures):
         try:
             return pixels_of(self._loaded[number][self._column], num_channels)
         except Exception as error:
-            # An empty cell, and whatever Pillow's readers make of damaged bytes.
+            # An empty cell, or any error of Pillow's readers for damaged bytes.
             raise RunError(f"row {number} of the data set holds no readable image ({error}); remove it") from error
 
 
@@ -158,7 +159,7 @@ def open_pictures(data: ClassificationData) -> Pictures:
 
 
 def _notices(files: Sequence[Path], root: Path) -> list[str]:
-    """What of a folder's files is not learnt."""
+    """What is left out of a folder's files, a line each."""
     outside = sum(is_picture(file) and file.parent == root for file in files)
     notices = [f"data.path: pictures that lie in no class's folder and are left out: {outside}"] if outside else []
     note = unread_note(file for file in files if not is_picture(file))

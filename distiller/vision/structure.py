@@ -1,7 +1,7 @@
-"""What a classifier is made of, found by running it on the meta device: its blocks, and the shapes of what they give.
+"""The blocks of a classifier and the shapes of their outputs, found by running it on the meta device.
 
-No table of architectures: the library keeps repeated layers in lists, and a pass over shapes alone shows which of them
-run one after the other.
+There is no table of architectures: transformers keeps repeated layers in lists, and a forward pass on the meta device
+shows which of them run one after the other.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Structure:
     """A classifier without weights.
 
     Attributes:
-        block_names: the submodules that run one after the other, in that order; empty where the model has no such.
-        block_classes: names of their classes.
-        block_shapes: what each gives for one picture, without the batch's axis: (C, H, W) or (tokens, dim).
-        num_logits: classes.
+        block_names: names of the submodules that run one after the other, in that order; empty where there are none.
+        block_classes: names of the blocks' classes, each once.
+        block_shapes: output shape of each block for one picture, without the batch: (C, H, W) or (tokens, dim).
+        num_logits: number of classes.
         num_parameters: of the whole model.
-        can_recompute: whether the library offers activation checkpointing for it.
+        can_recompute: whether transformers offers activation checkpointing for the model.
     """
 
     block_names: tuple[str, ...]
@@ -62,7 +62,7 @@ def inspect_model(config: PretrainedConfig, picture_shape: tuple[int, int, int])
         logits = model(pixel_values=picture).logits
     for handle in handles:
         handle.remove()
-    # A layer that runs twice, or not at all, cannot be streamed by: then the model is one unit.
+    # Layers cannot be streamed where one runs twice or not at all: the model then has no blocks and is one unit.
     names = tuple(order) if sorted(order) == sorted(candidates) else ()
     classes = dict.fromkeys(type(model.get_submodule(name)).__name__ for name in names)
     return Structure(
@@ -76,25 +76,28 @@ def inspect_model(config: PretrainedConfig, picture_shape: tuple[int, int, int])
 
 
 def first_tensor(output: Any) -> Tensor:
-    """A block's hidden state: what it returns, or the first of what it returns."""
+    """A block's hidden state: its output, or the first item of it."""
     return output if isinstance(output, Tensor) else output[0]
 
 
 def _repeated_layers(model: nn.Module) -> list[str]:
-    """Names of the layers in the outermost lists of the model; a stage that is itself a list's holder gives its own."""
+    """Names of the layers in the model's outermost lists. An item that is a stage is replaced by its layers."""
     found: list[str] = []
     for name, module in _outermost_lists(model, ""):
-        for number, child in module.named_children():
-            path = f"{name}.{number}"
+        for index, child in module.named_children():
+            path = f"{name}.{index}"
             inner = [part for part in _outermost_lists(child, path) if _holds_most(part[1], child)]
-            # One list that holds most of a stage are the stage's layers (ResNet); a block's own convolutions are not
-            # repeated: they differ in kind or are activations.
-            layers = [f"{inner[0][0]}.{place}" for place, _ in inner[0][1].named_children()] if inner else []
+            # A list with most of an item's parameters holds a stage's layers (ResNet). The convolutions of one block
+            # are no such layers: their list has modules of several classes, or of activations.
+            layers = (
+                [f"{inner[0][0]}.{layer_index}" for layer_index, _ in inner[0][1].named_children()] if inner else []
+            )
             found += layers if layers and _is_stage(inner[0][1]) else [path]
     return found
 
 
 def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
+    """(path, module) of the outermost lists of layers; `prefix` is the path of `module`."""
     found: list[tuple[str, nn.Module]] = []
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
@@ -104,14 +107,16 @@ def _outermost_lists(module: nn.Module, prefix: str) -> list[tuple[str, nn.Modul
 
 
 _LAYER_LISTS = ("layers", "blocks")
-"""Names under which the library keeps a stage's layers in an `nn.Sequential`, which also holds heads and branches."""
+"""Names of those `nn.Sequential` modules that hold a stage's layers; others hold heads and branches."""
 
 
 def _is_stage(layers: nn.Module) -> bool:
+    """Whether all layers have the same class."""
     kinds: Sequence[type] = [type(child) for child in layers.children()]
     return len(set(kinds)) == 1
 
 
 def _holds_most(part: nn.Module, whole: nn.Module) -> bool:
+    """Whether `part` has more than half of the parameters of `whole`."""
     size = sum(parameter.numel() for parameter in whole.parameters())
     return 2 * sum(parameter.numel() for parameter in part.parameters()) > size

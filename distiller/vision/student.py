@@ -1,4 +1,4 @@
-"""The student classifier: from a config, a folder, or the teacher's own layers; and what is trained beside it."""
+"""The student classifier, from a config, a folder or the teacher's layers, and its projections for feature matching."""
 
 # The libraries' stubs are narrower than what the libraries take and return.
 # pyright: reportArgumentType=false
@@ -39,16 +39,16 @@ from distiller.vision.weight_files import check_weights, stored_files
 
 @dataclass(frozen=True)
 class StudentPlan:
-    """What the student is, from descriptions alone: a config, what it is made of, and where its first weights are."""
+    """The student before any weight is read: its config, its structure, and the options of the recipe."""
 
     options: ClassificationStudent
     config: PretrainedConfig
     structure: Structure
     dropout: tuple[str, ...]
-    """Keys of the config that were above 0 and are 0 now."""
+    """Keys of dropout in the config that were above 0 and have been set to 0."""
 
     def skeleton(self) -> nn.Module:
-        """The model on the meta device, with the norms that it is trained with."""
+        """The model on the meta device, with the normalisation layers that it is trained with."""
         with init_empty_weights(include_buffers=True):
             model = new_model(self.config)
         replace_batch_norm(model, self.options.batch_norm)
@@ -56,12 +56,16 @@ class StudentPlan:
 
     @property
     def depends_on_the_split(self) -> bool:
-        """Whether it has BatchNorm layers that see a whole micro-batch."""
+        """Whether the model has BatchNorm layers that use the statistics of a micro-batch."""
         return self.options.batch_norm == "batch" and has_batch_norm(self.skeleton())
 
 
 def plan_student(options: ClassificationStudent, files: ClassifierFiles, processor: Processor) -> StudentPlan:
-    """The student's config, checked against the teacher's. Reads no weights. Raises UserError where they do not fit."""
+    """The student's config, checked against the teacher's. Of weights, reads headers only.
+
+    Raises:
+        UserError: the config or its folder cannot be used, or the student's classes are not the teacher's.
+    """
     if options.from_teacher:
         config, origin = _shallower(options, files), "student"
     elif options.config is not None:
@@ -80,14 +84,14 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
             f"{origin}: the student has {structure.num_logits} classes and the teacher {files.structure.num_logits}; "
             "they must be equal"
         )
-    theirs = labels_of(config, structure.num_logits, origin)
-    if theirs != files.labels and any(not name.startswith("LABEL_") for name in theirs):
-        number = next(i for i, pair in enumerate(zip(theirs, files.labels, strict=True)) if pair[0] != pair[1])
+    labels = labels_of(config, structure.num_logits, origin)
+    if labels != files.labels and any(not name.startswith("LABEL_") for name in labels):
+        number = next(i for i, pair in enumerate(zip(labels, files.labels, strict=True)) if pair[0] != pair[1])
         raise UserError(
-            f"{origin}: class {number} is {theirs[number]!r} and the teacher's {files.labels[number]!r}; the order of "
+            f"{origin}: class {number} is {labels[number]!r} and the teacher's {files.labels[number]!r}; the order of "
             "id2label must be equal"
         )
-    # It is trained and saved in float32, whatever the weights were that this config was written for.
+    # The student is trained and saved in float32, also where the config was saved with weights of another dtype.
     config.dtype = torch.float32
     config.id2label = dict(enumerate(files.labels))
     config.label2id = {name: number for number, name in enumerate(files.labels)}
@@ -97,10 +101,15 @@ def plan_student(options: ClassificationStudent, files: ClassifierFiles, process
 def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequence[Path], seed: int) -> nn.Module:
     """Builds the student on the CPU in float32, in training mode, the same on every rank and under every engine.
 
-    New weights are drawn in a forked random state from `seed`; the global state is left as it was.
+    New weights are drawn with `seed`; torch's random state on the CPU is restored afterwards. Does not communicate.
 
     Args:
-        teacher_files: the teacher's tensors under the names of its module; read where its layers are taken.
+        files: the teacher.
+        teacher_files: the teacher's safetensors files, with the names of its module; read only where the student takes
+            the teacher's layers.
+
+    Raises:
+        UserError: the weights of `student.path` cannot be read, or are not those of its config.
     """
     options = plan.options
     if options.path is not None:
@@ -112,12 +121,16 @@ def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequen
         if options.from_teacher:
             copy_layers(model, plan.structure, files.structure, teacher_files)
     replace_batch_norm(model, options.batch_norm)
-    # The library loads in eval mode and builds in training mode.
+    # transformers loads a model in eval mode, and builds a new one in training mode.
     return model.float().train()
 
 
 def load_model(folder: Path, config: PretrainedConfig) -> nn.Module:
-    """A saved classifier in float32. Raises UserError where its weights are not those of its config."""
+    """A saved classifier in float32 on the CPU, in eval mode.
+
+    Raises:
+        UserError: the weights cannot be read, or are not those of the config.
+    """
     try:
         model, report = read_model(folder, config, dtype=torch.float32)
     except (OSError, RuntimeError, ValueError, SafetensorError) as error:
@@ -131,20 +144,27 @@ def load_model(folder: Path, config: PretrainedConfig) -> nn.Module:
 
 
 def copy_layers(model: nn.Module, ours: Structure, theirs: Structure, files: Sequence[Path]) -> None:
-    """Fills the student with the teacher's weights: all that is in no layer, and evenly spaced layers of each stage."""
+    """Copies the teacher's tensors into the student: evenly spaced layers of each stage, and all tensors of no layer.
+
+    A tensor that the files lack keeps its value.
+
+    Args:
+        ours, theirs: structure of the student and of the teacher.
+        files: the teacher's safetensors files, with the names of its module.
+    """
     source_of = {}
     for prefix, names in _stages(ours).items():
         available = _stages(theirs)[prefix]
         kept = evenly_spaced(len(names), len(available))
-        source_of |= {name: available[number] for name, number in zip(names, kept, strict=True)}
+        source_of |= {name: available[index] for name, index in zip(names, kept, strict=True)}
     opened = [safe_open(file, framework="pt") for file in files]
-    owner = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    file_of = {name: file for file in opened for name in file.keys()}  # noqa: SIM118 (not a mapping)
     with torch.no_grad():
         for name, target in model.state_dict(keep_vars=True).items():
             block = next((block for block in source_of if name.startswith(f"{block}.")), None)
             source = name if block is None else source_of[block] + name.removeprefix(block)
-            if source in owner:
-                target.copy_(owner[source].get_tensor(source))
+            if source in file_of:
+                target.copy_(file_of[source].get_tensor(source))
 
 
 def save_student(plan: StudentPlan, state: Mapping[str, Tensor], processor: Processor, folder: Path) -> None:
@@ -186,13 +206,19 @@ class DistilledClassifier(TrainedStudent):
     def __init__(
         self, model: PreTrainedModel, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
     ) -> None:
-        """`blocks`: of each matched one its name, what it gives for one picture, and what the teacher's gives."""
+        """`blocks`: name and output shape of each matched block, and the output shape of the teacher's block.
+
+        Shapes are for one picture, without the batch.
+        """
         super().__init__(model)
         self.feature_blocks = tuple(name for name, _, _ in blocks)
         self.projections = new_projections([(ours, theirs) for _, ours, theirs in blocks], seed)
 
     def forward(self, pixels: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Logits [B, classes] of pixels [B, C, H, W], and of each matched block a feature shaped as the teacher's."""
+        """Logits [B, classes] of pixels [B, C, H, W], and the projected output of each matched block.
+
+        A projected output has the shape of the teacher's block's output.
+        """
         blocks = [(name, self.model.get_submodule(name)) for name in self.feature_blocks]
         with capture_outputs(blocks) as captured:
             logits = self.model(pixel_values=pixels).logits
@@ -202,54 +228,61 @@ class DistilledClassifier(TrainedStudent):
 
 
 def check_features(ours: Structure, theirs: Structure, student: Sequence[int], teacher: Sequence[int]) -> None:
-    """Matched blocks exist, and give as many positions as each other. Raises UserError."""
+    """Raises UserError unless all matched blocks exist, and the outputs of each pair have the same positions.
+
+    Args:
+        ours, theirs: structure of the student and of the teacher.
+        student, teacher: indices of the matched blocks, pair by pair.
+    """
     for key, numbers, structure in (("student_blocks", student, ours), ("teacher_blocks", teacher, theirs)):
-        for number in numbers:
-            if number >= (count := len(structure.block_names)):
+        for index in numbers:
+            if index >= (count := len(structure.block_names)):
                 raise UserError(
-                    f"task.losses.features.{key} names block {number}; there are {count}"
+                    f"task.losses.features.{key} names block {index}; there are {count}"
                     + (f", numbered from 0 to {count - 1}" if count else "; set the weight to 0")
                 )
-    for mine, other in zip(student, teacher, strict=True):
-        a, b = ours.block_shapes[mine], theirs.block_shapes[other]
+    for i, j in zip(student, teacher, strict=True):
+        a, b = ours.block_shapes[i], theirs.block_shapes[j]
         if len(a) != len(b) or _positions(a) != _positions(b):
             raise UserError(
-                f"task.losses.features: block {mine} of the student gives {list(a)} for a picture and block {other} of "
+                f"task.losses.features: block {i} of the student gives {list(a)} for a picture and block {j} of "
                 f"the teacher {list(b)}; match blocks with as many positions, or set the weight to 0"
             )
 
 
 def _positions(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """(H, W) of a map, (tokens,) of a sequence."""
+    """(H, W) of the shape (C, H, W), (tokens,) of the shape (tokens, dim)."""
     return shape[1:] if len(shape) == 3 else shape[:1]
 
 
 def _shallower(options: ClassificationStudent, files: ClassifierFiles) -> PretrainedConfig:
-    """The teacher's config with fewer layers."""
+    """The teacher's config with fewer layers. Raises UserError where the options do not fit it."""
     values = files.config.to_dict()
     if options.depths is not None:
-        theirs = values.get("depths")
-        if not isinstance(theirs, list | tuple) or len(theirs) != len(options.depths):
-            have = f"{len(theirs)} stages" if isinstance(theirs, list | tuple) else "no stages; give student.num_layers"
-            raise UserError(f"student.depths has {len(options.depths)} numbers and the teacher {have}")
-        for wanted, there in zip(options.depths, theirs, strict=True):
-            if wanted > there:
+        layers = values.get("depths")
+        if not isinstance(layers, list | tuple) or len(layers) != len(options.depths):
+            found = (
+                f"{len(layers)} stages" if isinstance(layers, list | tuple) else "no stages; give student.num_layers"
+            )
+            raise UserError(f"student.depths has {len(options.depths)} numbers and the teacher {found}")
+        for wanted, available in zip(options.depths, layers, strict=True):
+            if wanted > available:
                 raise UserError(
-                    f"student.depths is {list(options.depths)} and the teacher's layers {list(theirs)}; lower it"
+                    f"student.depths is {list(options.depths)} and the teacher's layers {list(layers)}; lower it"
                 )
         values["depths"] = list(options.depths)
     else:
-        theirs = values.get("num_hidden_layers")
-        if not isinstance(theirs, int) or "depths" in values:
+        layers = values.get("num_hidden_layers")
+        if not isinstance(layers, int) or "depths" in values:
             raise UserError("student.num_layers: the teacher's layers are in stages; give student.depths")
-        if (wanted := options.num_layers or 0) > theirs:
-            raise UserError(f"student.num_layers is {wanted} and the teacher has only {theirs}; lower it")
+        if (wanted := options.num_layers or 0) > layers:
+            raise UserError(f"student.num_layers is {wanted} and the teacher has only {layers}; lower it")
         values["num_hidden_layers"] = wanted
     return AutoConfig.for_model(**values)
 
 
 def _stages(structure: Structure) -> dict[str, list[str]]:
-    """Names of the layers by the list that they are in."""
+    """Names of the layers, by the module list that holds them."""
     stages: dict[str, list[str]] = {}
     for name in structure.block_names:
         stages.setdefault(name.rpartition(".")[0], []).append(name)

@@ -76,7 +76,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         )
         self.num_samples, self.data_digest = len(self._source.training), self._source.data_digest
         features = self._losses.features
-        self._feature_names = tuple(f"{FEATURES}{number}" for number in features.teacher_blocks if features.weight)
+        self._feature_names = tuple(f"{FEATURES}{index}" for index in features.teacher_blocks if features.weight)
 
     @property
     def needs_live_teacher(self) -> bool:
@@ -138,7 +138,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))
         if not self._recipe.task.channels_last:
             return moved
-        # The labels have no channels.
+        # Pixels only: labels have no channel dimension.
         return PictureBatch(moved.sample_ids, moved.pixels.to(memory_format=torch.channels_last), moved.labels)
 
     def request(self, batch: PictureBatch) -> Request:
@@ -173,7 +173,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         return len(batch.sample_ids)
 
     def tokens(self, batch: PictureBatch) -> int:
-        """Positions that the student's blocks see: of a network with stages, those of its first."""
+        """Positions that the student's blocks see; where stages differ, the positions of the first block's output."""
         shapes = self._plan.structure.block_shapes
         if not shapes:
             return len(batch.sample_ids)
@@ -212,14 +212,14 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         count = min(MAX_SAMPLES, len(held_out))
         if not count:
             return
-        batch = self.to_device(collate([held_out[0, number] for number in range(count)]), accelerator.device)
+        batch = self.to_device(collate([held_out[0, index] for index in range(count)]), accelerator.device)
         predictions = {}
         if teacher is not None:
-            # Every rank asks: some placements communicate.
+            # Every rank asks the teacher, since some placements communicate.
             predictions["teacher"] = ask_teacher(teacher, batch.pixels, batch.sample_ids).argmax(-1).tolist()
         if accelerator.is_main_process:
             predictions["student"] = classes_of(load_student(run_dir, self._plan, accelerator.device), batch.pixels)
-            pictures = [held_out.picture(number) for number in range(count)]
+            pictures = [held_out.picture(index) for index in range(count)]
             grid = prediction_grid(pictures, self._files.labels, batch.labels.tolist(), predictions)
             grid.save(run_dir / "samples.png")
 
@@ -235,11 +235,11 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         count = min(options.num_samples or len(held_out), len(held_out))
         report = compare(teacher, student, held_out, count, options.batch_size, self._placing(device))
         teacher.close()
-        ours, theirs = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
+        num_student, num_teacher = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {
-            "student_params": ours,
-            "teacher_params": theirs,
-            "size_ratio": theirs / ours,
+            "student_params": num_student,
+            "teacher_params": num_teacher,
+            "size_ratio": num_teacher / num_student,
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "teacher_dtype": str(dtype).removeprefix("torch."),
         }
@@ -253,7 +253,10 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         )
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
-        """What both take these picture files for; `seed` changes nothing, since nothing is drawn."""
+        """Writes these picture files with the classes that teacher and student predict.
+
+        `seed` has no effect, since nothing is drawn.
+        """
         del seed
         pictures = read_prompts(prompts, self._processor.num_channels)
         pixels = self._placing(device)(
@@ -269,19 +272,20 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         prediction_grid(pictures, self._files.labels, [None] * len(pictures), predictions).save(output)
 
     def _placing(self, device: torch.device) -> Any:
-        memory = torch.channels_last if self._recipe.task.channels_last else torch.contiguous_format
-        return lambda pixels: pixels.to(device).contiguous(memory_format=memory)
+        """A function that moves pixels [B, C, H, W] to the device, in the recipe's memory format."""
+        memory_format = torch.channels_last if self._recipe.task.channels_last else torch.contiguous_format
+        return lambda pixels: pixels.to(device).contiguous(memory_format=memory_format)
 
     def _check_losses(self) -> None:
         features = self._losses.features
         if features.weight:
-            ours, theirs = self._plan.structure, self._files.structure
-            check_features(ours, theirs, features.student_blocks, features.teacher_blocks)
+            student, teacher = self._plan.structure, self._files.structure
+            check_features(student, teacher, features.student_blocks, features.teacher_blocks)
 
     def _with_projections(self, model: nn.Module) -> DistilledClassifier:
-        features, ours, theirs = self._losses.features, self._plan.structure, self._files.structure
+        features, student, teacher = self._losses.features, self._plan.structure, self._files.structure
         pairs = zip(features.student_blocks, features.teacher_blocks, strict=True) if features.weight else ()
-        blocks = [(ours.block_names[a], ours.block_shapes[a], theirs.block_shapes[b]) for a, b in pairs]
+        blocks = [(student.block_names[i], student.block_shapes[i], teacher.block_shapes[j]) for i, j in pairs]
         return DistilledClassifier(model, blocks, self._recipe.seed)
 
     def _weight_files_of_module(self) -> list[Path]:
@@ -295,5 +299,5 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
 
 
 def _num_channels(config: PretrainedConfig) -> int:
-    """One or three, of the pictures; three where the model's config does not say."""
+    """Channels of a picture, by the model's config; 3 where it does not say."""
     return int(config.to_dict().get("num_channels", 3))

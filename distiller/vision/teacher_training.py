@@ -31,12 +31,16 @@ def train_teacher(
     data: PictureData,
     device: torch.device,
 ) -> str:
-    """Trains a new model of the teacher's config, in float32, and leaves it in the stage's folder.
+    """Trains a new model of the teacher's config in float32, and saves it with its processor as the stage's result.
 
-    One process. The result is a function of options, data and config (and, in its last bits, of the machine).
+    Runs in one process and does not communicate. The result depends on options, data and config alone; its last bits
+    also depend on the machine.
 
     Returns:
-        one line on what came of it.
+        One line with the updates, the seconds that they took and the last loss.
+
+    Raises:
+        RunError: the last loss is not finite.
     """
     assert options.max_steps is not None
     started = time.perf_counter()
@@ -52,7 +56,7 @@ def train_teacher(
     loader = DataLoader(data, batch_sampler=RankSampler(plan, 0, 0, options.max_steps), collate_fn=collate)
     criterion = nn.CrossEntropyLoss(label_smoothing=options.label_smoothing)
     loss = torch.zeros(())
-    # Its dropout, if it has any, must not move the state that the student's is drawn from.
+    # The teacher's dropout, if it has any, must not change the random state of the run.
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         torch.manual_seed(options.seed)
         for step, batch in enumerate(loader, start=1):
@@ -65,7 +69,7 @@ def train_teacher(
     if not math.isfinite(loss.item()):
         raise RunError(f"the teacher's training ended with loss {loss.item()}; lower teacher_training.lr")
     shutil.rmtree(stage.partial, ignore_errors=True)
-    # Under the module's own names: placements read it by them.
+    # With the module's own names, by which placements read tensors.
     model.cpu().save_pretrained(stage.partial, save_original_format=False)
     processor.save(stage.partial)
     stage.finish()

@@ -1,4 +1,4 @@
-"""The teacher of a recipe whose teacher is a config without weights: trained once, on the labels, and kept."""
+"""A teacher that is given as a config without weights: trained once on the labels, and kept in a keyed folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from distiller.vision.weight_files import stored_files
 
 @final
 class TrainedTeacher:
-    """Its weights, in a folder whose name changes with everything that they depend on."""
+    """The trained teacher's weights, in a folder whose name changes with everything that they depend on."""
 
     def __init__(
         self, recipe: ClassificationRecipe, files: ClassifierFiles, processor: Processor, source: PictureSource
@@ -36,7 +36,10 @@ class TrainedTeacher:
 
     @cached_property
     def stage(self) -> Stage:
-        """That folder. Reads every picture for its key, or what was noted of them. Raises UserError."""
+        """The folder with the weights. Its key holds `PictureSource.contents_digest`, which may read every picture.
+
+        Raises UserError for a picture that cannot be read.
+        """
         key = {
             "config": self._files.describe(),
             "processor": self._processor.describe(),
@@ -49,20 +52,23 @@ class TrainedTeacher:
 
     @property
     def missing_folder(self) -> Path | None:
-        """Where the weights will lie; None once they do."""
+        """The folder where the weights will be; None once they are there."""
         return None if self.stage.is_complete else self.stage.folder
 
     def train_once(self, ranks: Ranks) -> None:
-        """Trains it where no run has; rank 0 does, and the others wait. Communicates."""
-        was_there = self.stage.is_complete
-        if not was_there and (others := self.stage.results_of_other_keys):
+        """Trains the teacher on rank 0 where no run has done so; the other ranks wait.
+
+        Every rank calls it. Communicates. Raises RunError where the training ends with a loss that is not finite.
+        """
+        was_complete = self.stage.is_complete
+        if not was_complete and (others := self.stage.results_of_other_keys):
             ranks.print(f"note: {_said_of(others)}, so the teacher is trained anew")
         self.stage.make_on_main(ranks, lambda: ranks.print(self._train(ranks)))
-        if was_there:
+        if was_complete:
             ranks.print(f"reusing {self.stage.folder}")
 
     def weight_files(self) -> list[Path]:
-        """The safetensors files. Raises UserError where it has not been trained."""
+        """The safetensors files. Raises UserError where the teacher has not been trained."""
         if not self.stage.is_complete:
             if others := self.stage.results_of_other_keys:
                 raise UserError(

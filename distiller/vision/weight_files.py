@@ -16,7 +16,7 @@ _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|tf_model|flax_model).*\.(
 
 
 def weights_among(names: Iterable[str]) -> str | None:
-    """The first, by name, that holds weights, whether or not its format is read here."""
+    """The first file name, in sorted order, of a file with weights in any format; None without one."""
     return next((name for name in sorted(names) if _WEIGHTS.fullmatch(name)), None)
 
 
@@ -35,7 +35,7 @@ def stored_names(files: list[Path]) -> set[str]:
 
 
 def stored_dtype(files: list[Path]) -> torch.dtype:
-    """One that holds all floating-point tensors of safetensors files without rounding, from their headers."""
+    """A 16-bit dtype where all 16-bit floating-point tensors have it and none is wider, else float32. Reads headers."""
     found: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as stored:
@@ -47,7 +47,7 @@ def stored_dtype(files: list[Path]) -> torch.dtype:
 
 
 def check_weights(folder: Path, origin: str) -> None:
-    """Raises UserError unless a saved model's safetensors files are all there and whole. Reads their headers only."""
+    """Raises UserError unless a saved model's safetensors files are all present and complete. Reads headers only."""
     if weights_among(file.name for file in folder.iterdir() if file.suffix == ".safetensors") is None:
         raise UserError(
             f"{origin}: holds no model.safetensors (other formats are not read); save the model with safetensors, or "

@@ -1,4 +1,4 @@
-"""How far the stored forms are from the live teacher, on the recipe's own rows: what `cache --compare` prints."""
+"""Measures the error of each stored form against the live teacher, on the recipe's own rows (`cache --compare`)."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from distiller.teachers.base import Outputs
 @final
 @dataclass(frozen=True)
 class FormFigures:
-    """One stored form.
+    """How one stored form compares with the live teacher.
 
     Attributes:
-        bytes_per_token: of what is stored, without a file's own overhead.
-        divergence: mean over learnt tokens, in nats, as the form shows it.
-        bias: of that mean, as a share of the live teacher's.
-        standard_error: of the bias, by the spread over tokens.
-        gradient_cosine: between the student's gradients (all trained parameters, divergence alone) by this form and by
-            the live teacher.
+        bytes_per_token: bytes of the stored tensors per token, without the files' own overhead.
+        divergence: mean over learnt tokens in nats, times temperature^2, computed from the stored form.
+        bias: difference of that mean from the live teacher's mean, as a share of the latter.
+        standard_error: of `bias`, from the spread over tokens.
+        gradient_cosine: cosine similarity of two gradients of the student (all trained parameters, divergence alone):
+            one from the stored form, the other from the live teacher.
     """
 
     bytes_per_token: float
@@ -47,7 +47,10 @@ class FormFigures:
 
 
 def forms_to_compare(recipe: LanguageRecipe, ids: TokenIds, divergence: Divergence) -> dict[str, StoredForm]:
-    """All forms that suit the recipe's divergence, by their names and sizes; `ids` are those that are compared."""
+    """All forms that can be used with the recipe's divergence, by name and sizes, such as `topk k 20`.
+
+    `ids` are the ids that are compared.
+    """
     kinds: list[Literal["hidden"] | SparseKind] = ["hidden", "topk"]
     if divergence.can_be_sampled:
         kinds.append("sampled")
@@ -71,52 +74,54 @@ def compare_forms(
 ) -> dict[str, FormFigures]:
     """Stores and restores every micro-batch in every form, and compares divergences and gradients.
 
+    Runs in one process and does not communicate.
+
     Args:
         student: with weights, on the device of `head`, made with `objective`; its gradients are overwritten.
         head: the teacher's output layer.
         objective: the divergence alone (weight 1).
-        batches, outputs: micro-batches on the device, and the live teacher's answers.
+        batches, outputs: micro-batches on the same device, and the live teacher's outputs for each.
     """
     assert objective.weight == 1, "the labels' cross-entropy is the same under every form"
     vocabulary = len(head.weight) if head.ids is None else head.ids.size
-    live = [target_of(of, head, vocabulary) for of in outputs]
+    live = [target_of(output, head, vocabulary) for output in outputs]
     expected, gradient = _measure(student, objective, batches, live)
     figures = {}
     for name, form in forms.items():
         num_bytes, targets = 0, []
-        for batch, of in zip(batches, outputs, strict=True):
-            rows = form.store(batch, of, head)
+        for batch, output in zip(batches, outputs, strict=True):
+            rows = form.store(batch, output, head)
             num_bytes += sum(tensor.nbytes for row in rows for tensor in row.values())
             restored = form.restore(batch, rows, ())
             on_device = {key: value.to(head.weight.device) for key, value in restored.items()}
             targets.append(target_of(on_device, head, vocabulary))
-        found, own_gradient = _measure(student, objective, batches, targets)
-        differences = found - expected
+        values, form_gradient = _measure(student, objective, batches, targets)
+        differences = values - expected
         figures[name] = FormFigures(
             bytes_per_token=num_bytes / sum(sum(batch.batch.lengths) for batch in batches),
-            divergence=float(found.mean()),
+            divergence=float(values.mean()),
             bias=float(differences.mean() / expected.mean()),
             standard_error=float(differences.std() / math.sqrt(len(differences)) / expected.mean()),
-            gradient_cosine=float(F.cosine_similarity(gradient, own_gradient, dim=0)),
+            gradient_cosine=float(F.cosine_similarity(gradient, form_gradient, dim=0)),
         )
     return figures
 
 
 def table(figures: Mapping[str, FormFigures]) -> str:
-    """The figures for a terminal."""
-    heads = ("form", "bytes a token", "divergence", "bias", "std. error", "gradient cosine")
+    """The figures as text, one line per form."""
+    header = ("form", "bytes a token", "divergence", "bias", "std. error", "gradient cosine")
     rows = [
         (
             name,
-            f"{of.bytes_per_token:,.1f}",
-            f"{of.divergence:.4f}",
-            f"{of.bias:+.2%}",
-            f"{of.standard_error:.2%}",
-            f"{of.gradient_cosine:.4f}",
+            f"{figure.bytes_per_token:,.1f}",
+            f"{figure.divergence:.4f}",
+            f"{figure.bias:+.2%}",
+            f"{figure.standard_error:.2%}",
+            f"{figure.gradient_cosine:.4f}",
         )
-        for name, of in figures.items()
+        for name, figure in figures.items()
     ]
-    lines = [f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in (heads, *rows)]
+    lines = [f"{name:<34}" + "".join(f"{cell:>16}" for cell in cells) for name, *cells in (header, *rows)]
     return "\n".join(lines)
 
 
@@ -126,7 +131,7 @@ def _measure(
     batches: Sequence[MaskedBatch],
     targets: Sequence[Target],
 ) -> tuple[Tensor, Tensor]:
-    """The divergence of each learnt token [N] and the gradient of their sum, flat; both float64 on the CPU."""
+    """The divergence of each learnt token [N], and the gradient of their sum, flattened; both float64 on the CPU."""
     student.zero_grad(set_to_none=True)
     values = []
     for batch, target in zip(batches, targets, strict=True):
@@ -140,18 +145,19 @@ def _measure(
 
 @torch.no_grad()
 def _values(student: LanguageStudent, objective: Objective, inputs: LossInputs) -> Tensor:
+    """The divergence of each learnt token [N], float64 on the CPU, from a forward pass of its own."""
     body = student.model.base_model
     hidden = body(input_ids=inputs.input_ids, position_ids=inputs.position_ids, use_cache=False).last_hidden_state
     hidden = hidden.flatten(0, 1)
-    ours: Head = student.model.get_output_embeddings().head
-    counting, values = inputs.loss_mask.nonzero().squeeze(1).to(hidden.device), []
-    for rows in counting.split(default_chunk_tokens(len(ours.weight))):
-        logits = ours.logits(hidden[rows])
+    head: Head = student.model.get_output_embeddings().head
+    learnt, values = inputs.loss_mask.nonzero().squeeze(1).to(hidden.device), []
+    for rows in learnt.split(default_chunk_tokens(len(head.weight))):
+        logits = head.logits(hidden[rows])
         target, divergence, temperature = inputs.target, objective.divergence, objective.temperature
         if isinstance(target, SparseTarget):
             values.append(divergence_values.sparse_divergence(divergence, logits, target.rows(rows), temperature))
         else:
             assert isinstance(target, HiddenTarget)
-            teacher = Head(target.weight, target.bias, target.change, ours.ids).logits(target.hidden[rows])
+            teacher = Head(target.weight, target.bias, target.change, head.ids).logits(target.hidden[rows])
             values.append(divergence_values.dense_divergence(divergence, logits, teacher, temperature))
     return torch.cat(values).double().cpu()

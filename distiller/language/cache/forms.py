@@ -1,4 +1,4 @@
-"""What a cache keeps of a row of tokens, and what the loss is given of it again."""
+"""Forms in which a cache stores the teacher's outputs of a row of tokens, and from which the loss's target is made."""
 
 from __future__ import annotations
 
@@ -21,35 +21,47 @@ from distiller.language.network import FEATURES, HIDDEN
 from distiller.teachers.base import Outputs
 
 SPARSE = "sparse/"
-"""Begins the names of what the loss is given in place of hidden states."""
+"""Prefix of the names of a `SparseTarget`'s tensors, which replace the hidden states among restored outputs."""
 
 
 class StoredForm(ABC):
-    """Features are kept as they are, real tokens alone: the padding depends on the rows beside them."""
+    """How a cache stores the teacher's outputs of one row of tokens.
+
+    Only real tokens are stored, since a row's padding depends on the other rows of its micro-batch. Features are stored
+    unchanged.
+    """
 
     needs_head: bool
     """Whether training reads the teacher's output layer."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """For the cache's key."""
+        """The form and its settings, JSON-ready, for the cache's key."""
 
     @abstractmethod
     def store_tokens(self, hidden: Tensor, sample_id: int, head: Head) -> Outputs:
-        """What is kept of one row.
+        """The tensors that are stored for one row, on the CPU.
 
         Args:
-            hidden: the teacher's last hidden states [L, H].
-            head: its output layer.
+            hidden: the teacher's last hidden states [L, H] of the row's real tokens, any floating dtype and device.
+            sample_id: the row's place in the data, on which random draws depend.
+            head: the teacher's output layer, on the device of `hidden`.
         """
 
     @abstractmethod
     def restore_tokens(self, rows: Sequence[Outputs], lengths: Sequence[int], length: int) -> Outputs:
-        """A micro-batch's tensors [B, length, ...] from its rows, on the CPU; runs in loader processes."""
+        """A micro-batch's tensors [B, length, ...] on the CPU, from what `store_tokens` made of its rows.
+
+        Runs in loader processes.
+
+        Args:
+            lengths: real tokens of each row.
+            length: tokens of a row with padding.
+        """
 
     @final
     def store(self, batch: MaskedBatch, outputs: Outputs, head: Head) -> list[Outputs]:
-        """What is kept of each row of a micro-batch, on the CPU."""
+        """The tensors that are stored for each row of a micro-batch, on the CPU."""
         rows = []
         for row, length in enumerate(batch.batch.lengths):
             kept = self.store_tokens(outputs[HIDDEN][row, :length], batch.batch.sample_ids[row], head)
@@ -59,7 +71,10 @@ class StoredForm(ABC):
 
     @final
     def restore(self, batch: MaskedBatch, rows: Sequence[Outputs], features: Sequence[str]) -> Outputs:
-        """What the loss reads of a micro-batch."""
+        """The outputs of a micro-batch [B, L, ...] on the CPU, from what `store` made of its rows.
+
+        `features` are the names of the feature outputs to restore.
+        """
         lengths, length = batch.batch.lengths, batch.batch.input_ids.shape[1]
         restored = self.restore_tokens(rows, lengths, length)
         return restored | {name: _padded([row[name] for row in rows], length) for name in features}
@@ -67,7 +82,7 @@ class StoredForm(ABC):
 
 @final
 class HiddenForm(StoredForm):
-    """The last hidden states: with the teacher's output layer they are the whole distribution, exactly."""
+    """The last hidden states, unchanged: the teacher's output layer makes the exact distribution from them."""
 
     needs_head = True
 
@@ -85,12 +100,12 @@ class HiddenForm(StoredForm):
 
 @final
 class TokenForm(StoredForm):
-    """Some ids of each token; where they are drawn, as functions of (seed, sample id)."""
+    """Some ids of each token with their probabilities. Random draws depend on (seed, sample id) alone."""
 
     needs_head = False
 
     def __init__(self, form: SparseForm, seed: int, absent: Sequence[int] = ()) -> None:
-        """`absent`: ids of the form's vocabulary that stand for no token."""
+        """`absent`: ids below `form.vocabulary` that stand for no token."""
         self.form, self._seed, self._absent = form, seed, list(absent)
 
     def describe(self) -> dict[str, Any]:
@@ -127,7 +142,7 @@ class TokenForm(StoredForm):
 
 
 def stored_form(kind: Literal["hidden"] | SparseKind, recipe: LanguageRecipe, ids: TokenIds) -> StoredForm:
-    """The form that `cache.form` names as `kind`, with the recipe's settings; `ids` are those that are compared."""
+    """The form that `cache.form` names `kind`, with the recipe's settings; `ids` are the ids that are compared."""
     if kind == "hidden":
         return HiddenForm()
     cache, temperature = recipe.cache, recipe.task.losses.divergence.temperature
@@ -135,11 +150,11 @@ def stored_form(kind: Literal["hidden"] | SparseKind, recipe: LanguageRecipe, id
 
 
 def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
-    """What the loss compares with, B L rows, from a live teacher's outputs or a cache's.
+    """The loss's target with B L rows, from the outputs [B, L, ...] of a live teacher or of a cache.
 
     Args:
-        head: the teacher's output layer; of a cache that holds distributions nothing needs it.
-        vocabulary: ids that are compared, from the first.
+        head: the teacher's output layer; may be None for a cache that holds distributions.
+        vocabulary: the ids below this number are compared.
     """
     if HIDDEN in outputs:
         assert head is not None
@@ -155,7 +170,7 @@ def target_of(outputs: Outputs, head: Head | None, vocabulary: int) -> Target:
 
 
 def _padded(rows: Sequence[Tensor], length: int) -> Tensor:
-    """Rows [L, ...] with zeros to one length: [B, length, ...]."""
+    """Rows [L, ...] padded with zeros to one length and stacked: [B, length, ...]."""
     padded = rows[0].new_zeros(len(rows), length, *rows[0].shape[1:])
     for index, row in enumerate(rows):
         padded[index, : len(row)] = row
@@ -163,5 +178,5 @@ def _padded(rows: Sequence[Tensor], length: int) -> Tensor:
 
 
 def _widened(tensor: Tensor, width: int) -> Tensor:
-    """[L, K] with zeros to [L, width]."""
+    """[L, K] padded with zeros to [L, width]."""
     return F.pad(tensor, (0, width - tensor.shape[1]))

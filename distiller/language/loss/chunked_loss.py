@@ -1,7 +1,7 @@
-"""Output layer and loss in one, over chunks of tokens: no logits of the whole batch, in any dtype, ever exist.
+"""Output layer and loss in one, over chunks of tokens, so that the logits of the whole batch are never in memory.
 
-The logits of a chunk are made, turned into values and gradients, and dropped; the gradients by hidden states and output
-weights are made on the way (in the forward pass) and only scaled in the backward pass.
+For each chunk, the forward pass makes the logits, computes values and gradients from them, and drops them. It also adds
+up the gradients by hidden states and output weights, which the backward pass only scales.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from distiller.language.loss.token_losses import Objective, compiled_token_losse
 from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds, product_width
 
 CHUNK_BYTES = 512 * 2**20
-"""A chunk's logits, were they float32. Eager operations hold several tensors of this size at a time, compiled ones few
-or none: there the logits of both models and the gradient stay in the products' dtype."""
+"""Size of a chunk's logits in float32. Eager operations hold several tensors of this size at a time. Compiled ones hold
+few or none: both models' logits and the gradient then stay in the dtype of the matrix products."""
 MOST_CHUNK_TOKENS = 4096
 FLOAT16_SCALE = 2.0**10
-"""What gradients are multiplied by while they are in float16: p - q of a large vocabulary is mostly below its range."""
+"""Factor of gradients while they are in float16: with a large vocabulary most of p - q is below float16's range."""
 
 
 class HiddenTarget(NamedTuple):
-    """The teacher's last hidden states and output layer; its logits are made in the layer's dtype, without autocast."""
+    """The teacher as last hidden states and output layer; logits are made in the layer's dtype, without autocast."""
 
     hidden: Tensor
     """[N, H'], any floating dtype."""
@@ -39,16 +39,16 @@ class HiddenTarget(NamedTuple):
     """[V'], the weight's dtype."""
 
     change: LogitChange = PLAIN
-    """What the teacher does to the layer's logits."""
+    """The scale and cap that the teacher applies to the layer's logits."""
 
     @staticmethod
     def of(hidden: Tensor, head: Head) -> HiddenTarget:
-        """The teacher by its output layer."""
+        """The target of hidden states [N, H'], with the teacher's output layer."""
         return HiddenTarget(hidden, head.weight, head.bias, head.change)
 
 
 class LogitsTarget(NamedTuple):
-    """The teacher's logits, where they exist anyway, as the model itself gives them."""
+    """The teacher as logits, scaled and capped as the model itself returns them."""
 
     logits: Tensor
     """[N, V'], any floating dtype."""
@@ -58,23 +58,25 @@ Target = HiddenTarget | LogitsTarget | SparseTarget
 
 
 class TokenSums(NamedTuple):
-    """Sums over the tokens that count; scalars, float32, on the hidden states' device."""
+    """Sums over the tokens that count; tensors are float32 scalars on the hidden states' device."""
 
     loss: Tensor
-    """What the objective says; the only one with a gradient."""
+    """The objective; the only one with a gradient."""
 
     divergence: Tensor
     """temperature^2 * divergence."""
 
     cross_entropy: Tensor
+    """At temperature 1."""
 
     agreeing: Tensor
-    """Tokens whose likeliest id is the teacher's (of a sparse target: that of the largest weight)."""
+    """Number of tokens whose likeliest id is also the teacher's (of a sparse target: the id of the largest weight)."""
 
     tokens: int
+    """Number of tokens that count."""
 
     unused: Tensor
-    """-log of the student's probability on ids that stand for a token; 0 where all do."""
+    """-log of the student's probability on ids that stand for a token; 0 where every id does."""
 
 
 def chunked_loss(
@@ -93,36 +95,36 @@ def chunked_loss(
 ) -> TokenSums:
     """The objective of N tokens from the student's last hidden states.
 
-    Vocabularies of different size: with `ids`, everything is compared over the ids that stand for a token, over which
-    all softmaxes are then taken, and the student's other ids are kept down by a term of their own (`unused`). Without,
-    the divergence (and `agreeing`) compares the first min(V, V') ids (V' of a sparse target is its `vocabulary`), and
-    the cross-entropy is that of all V ids of the student.
+    With `ids`, every softmax is over the ids that stand for a token, and the term `unused` keeps the probability of the
+    student's other ids low. Without `ids`, the divergence and `agreeing` compare the first min(V, V') ids (V' of a
+    sparse target is its `vocabulary`), and the cross-entropy is over all V ids of the student.
 
-    The products run in the autocast dtype where autocast is on, else in that of `hidden`; everything between them in
-    float32; the weight's gradient gathers in float32 and is cast once. Under `torch.no_grad` no gradient is made.
-    Tokens that do not count are left out before the products, and whatever their hidden states, logits and labels hold
-    has no effect.
+    The matrix products run in the autocast dtype where autocast is on, else in the dtype of `hidden`. The operations
+    between them are float32. The gradients of weight and bias are added up in float32 and cast to the parameter's dtype
+    once. Under `torch.no_grad` no gradient is computed. Tokens that do not count are left out before the products:
+    their hidden states, logits and labels have no effect.
 
-    Nothing communicates: a weight that an engine has sharded must be gathered by the caller. The host waits for the
-    device once, to learn which tokens count, and not at all where `mask` lies on the CPU.
+    Does not communicate: the caller gathers a weight that an engine has sharded. The host waits for the device once, to
+    learn which tokens count, and not at all where `mask` is on the CPU.
 
     Args:
         hidden: [N, H], floating.
         weight: [V, H], floating, on the device of `hidden`, as are `bias`, `target` and `labels`.
         target: the teacher, N rows, on the device of `hidden`; it gets no gradient.
-        labels: [N] int64; ids of both models where the mask is true, anything elsewhere (such as -100).
-        mask: [N] bool, on any device: the tokens that count. None may.
-        objective: what is summed.
+        labels: [N] int64; an id of both models where the mask is true, any value elsewhere (such as -100).
+        mask: [N] bool, on any device: the tokens that count. All may be false.
+        objective: what is computed for each token.
         bias: [V], floating.
-        change: what the student does to the output layer's logits.
-        ids: those that stand for a token; both models have them, and a sparse target is over `ids.size`. None = all.
-        chunk_tokens: tokens at a time; by default as many as `CHUNK_BYTES` allow.
-        compile: whether what happens between the products is compiled (once for each objective and shape; by default
-            on CUDA). Every chunk then has the same shape: the last one is filled up with rows that do not count.
+        change: the scale and cap that the student applies to the output layer's logits.
+        ids: the ids that stand for a token. Both models have them, and the `vocabulary` of a sparse target is
+            `ids.size`. None = every id stands for a token.
+        chunk_tokens: tokens of a chunk; by default as many as `CHUNK_BYTES` allow.
+        compile: whether the operations between the products are compiled, once for each objective and shape; by default
+            only on CUDA. Every chunk then has the same shape: the last one is padded with rows that do not count.
 
     Raises:
-        UserError: the target is an estimate and the objective's divergence is not `ForwardKL`.
-        RuntimeError: `backward` came a second time through one result.
+        UserError: the target is an estimate and the objective's divergence has not `can_be_sampled`.
+        RuntimeError: `backward` ran a second time through one result.
     """
     rows = _counting_rows(mask, hidden.device)
     call = _Call(
@@ -148,9 +150,10 @@ def chunked_loss(
 
 
 def default_chunk_tokens(vocabulary: int) -> int:
-    """Tokens at a time for a vocabulary of this size; a multiple of 128, which products like, where it is above that.
+    """Tokens of a chunk for a vocabulary of this size.
 
-    For 128,256 ids 1,024; for 32,000 ids 4,096.
+    A multiple of 128, for which matrix products are fast, unless fewer than 128 fit. 1,024 for 128,256 ids, and 4,096
+    for 32,000 ids.
     """
     tokens = min(CHUNK_BYTES // (4 * vocabulary), MOST_CHUNK_TOKENS)
     return max(tokens // 128 * 128, min(tokens, 128), 1)
@@ -159,7 +162,13 @@ def default_chunk_tokens(vocabulary: int) -> int:
 @final
 @dataclass(frozen=True)
 class _Call:
-    """What has no gradient."""
+    """The arguments of one `chunked_loss` that get no gradient.
+
+    Attributes:
+        rows: [M] int64, the indices of the tokens that count.
+        dtype: of the matrix products.
+        num_ids, absent: see `token_losses`.
+    """
 
     target: Target
     labels: Tensor
@@ -178,10 +187,10 @@ class _Call:
 
 
 class _Gradients(NamedTuple):
-    """Sums so far, by the student's inputs; None where none is wanted."""
+    """Gradients of the chunks so far, times `gradient_scale`; None where no gradient is needed."""
 
     hidden: Tensor | None
-    """[N, H], its dtype."""
+    """[N, H], in the dtype of the hidden states."""
 
     weight: Tensor | None
     """[V, H] float32."""
@@ -192,7 +201,7 @@ class _Gradients(NamedTuple):
 
 @final
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss, and the sums without gradients [4]."""
+    """Returns the loss, and the sums [4] of `_run`, which have no gradient."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call) -> tuple[Tensor, Tensor]:
@@ -217,7 +226,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         if ctx.gradients is None:
             raise RuntimeError("the gradients of a chunked loss are made once and were handed over: compute it again")
-        # Scaled in place and let go: a copy of the weight's gradient would be the largest tensor of the whole loss.
+        # Scaled in place, and no longer held here: a copy of the weight's gradient would be the largest tensor of the
+        # whole loss.
         gradients, ctx.gradients = ctx.gradients, None
         factor = incoming[0] / ctx.scale
         return *(None if gradient is None else gradient.mul_(factor) for gradient in gradients), None
@@ -225,7 +235,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def _run(hidden: Tensor, weight: Tensor, bias: Tensor | None, call: _Call, gradients: _Gradients) -> Tensor:
-    """The sums [4]: divergence, cross-entropy, agreeing tokens, unused. Adds to `gradients`."""
+    """The sums [4] float32: divergence, cross-entropy, agreeing tokens, unused. Adds to `gradients` in place."""
     sums = torch.zeros(4, device=hidden.device)
     weight = weight.to(call.dtype)
     bias = None if bias is None else bias.to(call.dtype)
@@ -246,36 +256,43 @@ def _run_chunk(
     rows: Tensor,
     height: int,
 ) -> Tensor:
-    """One chunk's part of `_run`. What it makes is gone when it returns, before the next one makes its own."""
+    """One chunk's part of `_run`. A function of its own, so that its tensors are freed before the next chunk.
+
+    Args:
+        rows: [n] int64, the indices of the chunk's tokens.
+        height: rows of the chunk's logits, padding included; at least n.
+    """
     num_rows = len(rows)
-    filled = F.pad(rows, (0, height - num_rows))
+    padded_rows = F.pad(rows, (0, height - num_rows))
     counts = torch.arange(height, device=rows.device) < num_rows
     chunk = hidden[rows].to(call.dtype)
     logits = _logits(chunk, weight, bias, height)
     num_shared = weight.shape[0] if call.num_ids is None else call.num_ids
-    teacher = _teacher_rows(call.target, rows, filled, height, num_shared)
-    of_teacher = call.target.change if isinstance(call.target, HiddenTarget) else PLAIN
+    teacher = _teacher_rows(call.target, rows, padded_rows, height, num_shared)
+    teacher_change = call.target.change if isinstance(call.target, HiddenTarget) else PLAIN
     wants_gradient = any(gradient is not None for gradient in gradients)
     evaluate = compiled_token_losses() if call.compile else token_losses
     scale = call.gradient_scale
-    # What fills a chunk up is the first token of all, which may not count: its label need be no id.
-    labels = call.labels[filled].masked_fill(~counts, 0)
-    about_ids = call.num_ids, call.absent, call.change, of_teacher
-    sums, by_logits = evaluate(logits, teacher, labels, counts, call.objective, wants_gradient, scale, *about_ids)
-    if by_logits is None:
+    # Padding repeats token 0, which may be one that does not count, with a label that is no id (-100).
+    labels = call.labels[padded_rows].masked_fill(~counts, 0)
+    ids_and_changes = call.num_ids, call.absent, call.change, teacher_change
+    sums, logit_gradient = evaluate(
+        logits, teacher, labels, counts, call.objective, wants_gradient, scale, *ids_and_changes
+    )
+    if logit_gradient is None:
         return sums
-    by_logits = by_logits[:num_rows]
+    logit_gradient = logit_gradient[:num_rows]
     if gradients.hidden is not None:
-        gradients.hidden.index_copy_(0, rows, (by_logits @ weight).to(gradients.hidden.dtype))
+        gradients.hidden.index_copy_(0, rows, (logit_gradient @ weight).to(gradients.hidden.dtype))
     if gradients.weight is not None:
-        _add_product(gradients.weight, by_logits.t(), chunk)
+        _add_product(gradients.weight, logit_gradient.t(), chunk)
     if gradients.bias is not None:
-        gradients.bias.add_(by_logits.sum(0, dtype=torch.float32))
+        gradients.bias.add_(logit_gradient.sum(0, dtype=torch.float32))
     return sums
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) -> Tensor:
-    """hidden @ weight.t() + bias in the leading rows of [height, V]; the others are not computed, and hold anything."""
+    """hidden @ weight.t() + bias in the first rows of a tensor [height, V]; the other rows are uninitialised."""
     logits = hidden.new_empty(height, weight.shape[0])
     out = logits[: len(hidden)]
     if bias is None:
@@ -286,9 +303,13 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) ->
 
 
 def _teacher_rows(target: Target, rows: Tensor, filled: Tensor, height: int, num_shared: int) -> Tensor | SparseTarget:
-    """The logits of these rows over the first `num_shared` ids and perhaps more, or their part of a sparse target.
+    """The teacher of one chunk, with `height` rows: logits, or a sparse target.
 
-    `height` rows. Of an output layer as many ids as `product_width` says, or all that it has.
+    Logits are over the first `num_shared` ids, or over all where the teacher has fewer. An output layer gives some
+    further ids, as `product_width` says.
+
+    Args:
+        rows, filled: indices of the chunk's tokens, without padding [n] and with padding [height]; int64.
     """
     if isinstance(target, SparseTarget):
         return target.rows(filled)
@@ -301,18 +322,18 @@ def _teacher_rows(target: Target, rows: Tensor, filled: Tensor, height: int, num
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, in float32 from factors of any one floating dtype."""
+    """total += left @ right in float32; both factors have the same floating dtype."""
     if left.dtype is torch.float32:
         total.addmm_(left, right)
     elif total.is_cuda:
-        # The product's accumulator is float32 already: it is added as it is, with no float32 copy of the factors.
+        # cuBLAS accumulates in float32: with out_dtype that sum is added, without float32 copies of the factors.
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
 
 
 def _counting_rows(mask: Tensor, device: torch.device) -> Tensor:
-    """The indices [M] int64 of what is true, on the device. Waits for it only where the mask lies there."""
+    """The indices [M] int64, on the device, where the mask is true. The host waits only for a mask on the device."""
     rows = mask.nonzero().squeeze(1)
     if device.type == "cuda" and rows.device.type == "cpu":
         rows = rows.pin_memory()

@@ -1,8 +1,8 @@
 """The divergences that `task.losses.divergence.kind` names, each a class of its own.
 
-To add one: its class, its line in `DIVERGENCES`, and its name in `distiller.config.causal_lm.DivergenceKind`. Values,
-gradients, chunks and the teacher's cached forms follow from `Divergence.terms`. p is the teacher's distribution, q the
-student's.
+To add one, write its class, and add it to `DIVERGENCES` and to `distiller.config.causal_lm.DivergenceKind` (if it has
+`can_be_sampled`, also to `SAMPLED_KINDS` there). Values, gradients, the chunked loss and the losses from a cache are
+all computed from `Divergence.terms`. p is the teacher's distribution, q the student's.
 """
 
 from __future__ import annotations
@@ -20,35 +20,39 @@ from distiller.errors import UserError, shown
 
 
 class Terms(NamedTuple):
-    """A divergence before it is summed over outcomes, each [N, outcomes] float32."""
+    """The summands of a divergence, one per outcome, and their derivatives; each [N, outcomes] float32."""
 
     values: Tensor
     """The summands."""
 
     slopes: Tensor
-    """Their derivative by log q, up to a multiple of q (which the softmax's Jacobian takes out)."""
+    """The derivative of each summand by its log q. A multiple of q, with one factor per row, may be left out: the
+    gradient by the student's logits does not depend on it, since the softmax's Jacobian removes it."""
 
 
 class Divergence(ABC):
-    """A divergence of q from p as a sum over outcomes. Outcomes are the ids, or some ids and all others as one."""
+    """A divergence between p and q that is a sum over outcomes.
+
+    The outcomes are all ids, or some ids and one outcome for all other ids together (the tail).
+    """
 
     can_be_sampled: ClassVar[bool] = False
-    """Whether ids drawn from p estimate it without bias: it is linear in p, apart from the entropy of p."""
+    """Whether ids drawn from p give an unbiased estimate: apart from p's entropy, the divergence is linear in p."""
 
     @classmethod
     @abstractmethod
     def of(cls, options: DivergenceLoss) -> Self:
-        """With the recipe's options, of which it reads its own."""
+        """Builds the divergence from those of the recipe's options that it uses."""
 
     @abstractmethod
     def terms(self, log_p: Tensor, log_q: Tensor) -> Terms:
-        """Both [N, outcomes] float32 log-probabilities."""
+        """The summands and derivatives, from log-probabilities [N, outcomes] float32 on one device."""
 
 
 @final
 @dataclass(frozen=True)
 class ForwardKL(Divergence):
-    """KL(p || q): the student covers all that the teacher does."""
+    """KL(p || q): large where the student gives little probability to what the teacher finds likely."""
 
     can_be_sampled = True
 
@@ -64,7 +68,7 @@ class ForwardKL(Divergence):
 @final
 @dataclass(frozen=True)
 class ReverseKL(Divergence):
-    """KL(q || p): the student keeps to what the teacher finds likely."""
+    """KL(q || p): large where the student gives probability to what the teacher finds unlikely."""
 
     @classmethod
     def of(cls, options: DivergenceLoss) -> Self:
@@ -78,11 +82,11 @@ class ReverseKL(Divergence):
 @final
 @dataclass(frozen=True)
 class JensenShannon(Divergence):
-    """Generalised: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
+    """Generalised Jensen-Shannon: beta KL(p || m) + (1 - beta) KL(q || m) with m = beta p + (1 - beta) q.
 
-    Agarwal et al. 2024, "On-policy distillation" (GKD), arXiv 2306.13649, section 2. It vanishes at both ends of beta;
-    beta 0 and 1 give instead, as in TRL's GKD trainer, the limits of its ratios to beta and to 1 - beta: KL(p || q) and
-    KL(q || p).
+    Source: Agarwal et al. 2024, "On-policy distillation" (GKD), arXiv 2306.13649, section 2. The formula is 0 for beta
+    0 and beta 1. As in TRL's GKD trainer, beta 0 gives KL(p || q), the limit of the formula divided by beta, and beta 1
+    gives KL(q || p), the limit of the formula divided by 1 - beta.
 
     Raises:
         UserError: beta is not in [0, 1].
@@ -104,16 +108,17 @@ class JensenShannon(Divergence):
         if self.beta == 1:
             return ReverseKL().terms(log_p, log_q)
         log_m = _log_mixture(log_p, log_q, self.beta)
-        # The slopes are exact: what q itself adds, (1 - beta) q, is what both halves lose through m.
+        # These slopes are exact: the derivative of (1 - beta) q log q has a further term (1 - beta) q, and the
+        # derivatives of the terms with log m sum to -(1 - beta) q.
         slopes = (1 - self.beta) * log_q.exp() * (log_q - log_m)
         return Terms(self.beta * log_p.exp() * (log_p - log_m) + slopes, slopes)
 
 
 @dataclass(frozen=True)
 class SkewedDivergence(Divergence):
-    """A KL divergence from a mixture with a share `alpha` of its own first distribution.
+    """KL(a || alpha a + (1 - alpha) b): the second distribution is a mixture that holds a share `alpha` of the first.
 
-    Ko et al. 2024 (DistiLLM), arXiv 2402.03898, section 3.1, which takes alpha = 0.1.
+    Source: Ko et al. 2024 (DistiLLM), arXiv 2402.03898, section 3.1, which uses alpha = 0.1.
 
     Raises:
         UserError: alpha is not in [0, 1).
@@ -170,7 +175,7 @@ DIVERGENCES: dict[DivergenceKind, type[Divergence]] = {
 
 
 def divergence_of(options: DivergenceLoss) -> Divergence:
-    """The divergence that a recipe names."""
+    """Builds the divergence that a recipe names, with its options."""
     return DIVERGENCES[options.kind].of(options)
 
 

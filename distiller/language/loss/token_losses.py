@@ -1,4 +1,4 @@
-"""What is asked of a token's logits, and what happens to a chunk of them between the matrix products."""
+"""The objective of the loss, and the losses and logit gradients of a chunk of tokens from the chunk's logits."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -32,10 +32,11 @@ from distiller.language.model.logits import PLAIN, LogitChange, without_absent
 class Objective:
     """weight * temperature^2 * divergence + (1 - weight) * cross-entropy + unused, summed over tokens.
 
-    `unused` is -log of the student's probability on ids that stand for a token: what keeps the others down.
+    `unused` is -log of the student's total probability on ids that stand for a token. It keeps the probability of the
+    other ids low, and is 0 where every id stands for a token.
 
     Raises:
-        UserError: a temperature that is not positive and finite, a weight outside [0, 1].
+        UserError: a temperature that is not positive and finite, or a weight outside [0, 1].
     """
 
     divergence: Divergence = ForwardKL()  # noqa: RUF009 (frozen)
@@ -62,24 +63,33 @@ def token_losses(
     student_change: LogitChange = PLAIN,
     teacher_change: LogitChange = PLAIN,
 ) -> tuple[Tensor, Tensor | None]:
-    """What happens between the products.
+    """Sums of the losses over a chunk of C tokens, and the gradient of the objective by the student's logits.
+
+    Runs between the chunk's matrix products. All tensors are on one device; nothing communicates.
 
     Args:
-        student: the output layer's logits [C, V]. Rows that do not count may hold anything, here and below.
-        teacher: logits [C, V''], of which the first V, or `num_ids`, are read; or a sparse target of C rows.
-        labels: [C] int64.
-        counts: [C] bool.
-        objective: what is summed.
-        wants_gradient: whether to make it.
-        gradient_scale: what the gradient is multiplied by before it is rounded.
-        num_ids: ids that stand for a token are below it, in both models. None = all do, and the divergence compares
-            the first min(V, V''), the cross-entropy all V.
-        absent: [num_ids] bool, true where an id below it stands for none; None = each stands for one.
-        student_change, teacher_change: what the models do to these logits; a sparse target is made of changed ones.
+        student: the output layer's logits [C, V], any floating dtype. Rows that do not count may hold any values, NaN
+            included, here and in `teacher`.
+        teacher: logits [C, V'], any floating dtype, of which the first `num_ids` are read (without `num_ids`, the first
+            V); or a sparse target of C rows.
+        labels: [C] int64, each in [0, V), also in rows that do not count.
+        counts: [C] bool: which rows count.
+        objective: what is computed for each token.
+        wants_gradient: whether the gradient is computed.
+        gradient_scale: factor of the gradient, applied in float32 before the cast to the dtype of `student`.
+        num_ids: the ids that stand for a token are below this number, and both models have them; every softmax is then
+            over them. None = every id stands for a token: the divergence compares the first min(V, V') ids, and the
+            cross-entropy is over all V.
+        absent: [num_ids] bool, true where an id below `num_ids` stands for no token; None = each stands for one.
+        student_change, teacher_change: the scale and cap that the models apply to these logits. A sparse target is made
+            from logits that are already changed.
 
     Returns:
-        The sums [4] float32 (divergence, cross-entropy, agreeing tokens, unused), and the gradient of the objective by
-        `student` [C, V] in its dtype, or None.
+        The sums [4] float32 (divergence, cross-entropy, agreeing tokens, unused), and the gradient [C, V] in the dtype
+        of `student`, or None without `wants_gradient`.
+
+    Raises:
+        UserError: the target is an estimate and `objective.divergence.can_be_sampled` is false.
     """
     weight, temperature = objective.weight, objective.temperature
     changed, gradient = student_change.apply(student), None
@@ -105,20 +115,21 @@ def token_losses(
         gradient = _widened(weight * gradient, student)
     else:
         divergence = compare(objective.divergence, shared, teacher, temperature)
-    sayable = changed if num_ids is None else shared
-    # The label is looked up among what was given: looked up among what is computed, a compiler would store all of it.
-    of_labels = student_change.apply(student.gather(1, labels[:, None]).squeeze(1)).float()
-    cross_entropy = sayable.float().logsumexp(1) - of_labels
+    token_logits = changed if num_ids is None else shared
+    # gather reads the given logits, and the change is applied to its result: if gather read the changed logits,
+    # torch.compile would write all of them to memory.
+    label_logits = student_change.apply(student.gather(1, labels[:, None]).squeeze(1)).float()
+    cross_entropy = token_logits.float().logsumexp(1) - label_logits
     if wants_gradient and weight < 1:
-        by_labels = _widened((1 - weight) * cross_entropy_gradient(sayable, labels), student)
-        gradient = by_labels if gradient is None else gradient + by_labels
+        label_gradient = _widened((1 - weight) * cross_entropy_gradient(token_logits, labels), student)
+        gradient = label_gradient if gradient is None else gradient + label_gradient
     unused = torch.zeros_like(cross_entropy)
     if num_ids is not None and (num_ids < student.shape[1] or absent is not None):
-        unused, by_unused = _unused(changed, sayable, num_ids, absent, wants_gradient)
-        if by_unused is not None:
-            gradient = by_unused if gradient is None else gradient + by_unused
+        unused, unused_gradient = _unused(changed, token_logits, num_ids, absent, wants_gradient)
+        if unused_gradient is not None:
+            gradient = unused_gradient if gradient is None else gradient + unused_gradient
     agreeing = (shared.argmax(1) == likeliest).float()
-    # Chosen, not multiplied: a row that does not count may hold NaN.
+    # Not a product with the mask: a row that does not count may hold NaN, and NaN * 0 is NaN.
     sums = torch.stack([divergence, cross_entropy, agreeing, unused]).masked_fill(~counts, 0).sum(1)
     if gradient is None:
         return sums, None
@@ -130,33 +141,39 @@ def token_losses(
 def _unused(
     changed: Tensor, sayable: Tensor, num_ids: int, absent: Tensor | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """-log of the probability on ids of tokens [C], and its gradient by all logits [C, V], both float32.
+    """-log of the probability on ids of tokens [C], and its gradient by all changed logits [C, V]; both float32.
 
-    By the odds of the other ids, which are few: nothing small is the difference of two large numbers.
+    Computed as log(1 + odds), where odds is the probability of the other ids divided by that of the tokens' ids. Both
+    are sums, so a small result is not the difference of two large numbers.
 
     Args:
-        changed: logits [C, V].
-        sayable: those of ids of tokens [C, num_ids], -inf where `absent`.
+        changed: logits [C, V] after the student's scale and cap.
+        sayable: the logits of the ids of tokens [C, num_ids], -inf where `absent`.
+
+    Returns:
+        The gradient is None without `wants_gradient`.
     """
     sayable = sayable.float()
     if absent is None:
-        others, place = changed[:, num_ids:].float(), (num_ids, 0)
+        other_logits, padding = changed[:, num_ids:].float(), (num_ids, 0)
     else:
         is_other = F.pad(absent, (0, changed.shape[1] - num_ids), value=True)
-        others, place = changed.float().masked_fill(~is_other, -torch.inf), (0, 0)
-    log_odds = others.logsumexp(1) - sayable.logsumexp(1)
+        other_logits, padding = changed.float().masked_fill(~is_other, -torch.inf), (0, 0)
+    log_odds = other_logits.logsumexp(1) - sayable.logsumexp(1)
     if not wants_gradient:
         return F.softplus(log_odds), None
-    share = log_odds.sigmoid()[:, None]
-    return F.softplus(log_odds), F.pad(share * others.softmax(1), place) - _widened(share * sayable.softmax(1), changed)
+    other_probability = log_odds.sigmoid()[:, None]
+    return F.softplus(log_odds), F.pad(other_probability * other_logits.softmax(1), padding) - _widened(
+        other_probability * sayable.softmax(1), changed
+    )
 
 
 def _widened(gradient: Tensor, student: Tensor) -> Tensor:
-    """The gradient by the first ids, with zeros for the student's others."""
+    """A gradient [C, ids] by the first ids, with zeros for the student's other ids: [C, V]."""
     return F.pad(gradient, (0, student.shape[1] - gradient.shape[1]))
 
 
 @functools.cache
 def compiled_token_losses() -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """`token_losses` compiled, whole or not at all: falling back to eager would take several times the memory."""
+    """`token_losses` compiled as one graph. A graph break is an error: eager mode needs several times the memory."""
     return torch.compile(token_losses, fullgraph=True, dynamic=False)

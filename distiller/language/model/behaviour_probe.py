@@ -1,4 +1,4 @@
-"""A small random model of a config's kind shows, on the CPU and before any weight is read, what its code does."""
+"""Finds out what a model's code does, before weights are read: runs a small random model of its config on the CPU."""
 
 from __future__ import annotations
 
@@ -61,34 +61,35 @@ JOINING_TYPES = frozenset(
         "zamba",
     ]
 )
-"""Model types whose documents see each other in a packed row, for configs of which no small model can be made.
+"""Model types in which the documents of a packed row see each other; used where no small model can be made of a config.
 
-Found with transformers 5.24 by small models of every type's default config; the last line by their recurrent layers.
+Found with transformers 5.24 from small models of every type's default config; the last six, from `bailing_hybrid` on,
+are listed for their recurrent layers.
 """
 
 OTHER_LOGITS_TYPES = frozenset(["prophetnet"])
-"""Model types whose logits are not those of the last hidden states, and of which no small model can be made."""
+"""Model types whose logits are not made from the last hidden states, and of which no small model can be made."""
 
 MOST_PARAMETERS = 150_000_000
-"""Of the small model: some configs have no width that can be divided."""
+"""Largest number of parameters of the small model: some configs have no widths that can be divided."""
 VOCABULARY = 128
 LENGTH = 8
-"""Tokens of a document."""
+"""Tokens of a document in the probe."""
 WIDTH = re.compile(
     r"hidden_size|heads(_|$)|n_head(_|$)|intermediate|ffn|ff_dim|d_model|d_ssm|n_embd|n_inner|embed_dim|proj_dim|lru_width"
 )
-"""Keys of a config which are divided together, so that a head keeps its channels."""
+"""Keys of a config that are divided by one number, so that an attention head keeps its number of channels."""
 
 
 @final
 @dataclass(frozen=True)
 class Behaviour:
-    """What a model does.
+    """What a model was found to do.
 
     Attributes:
-        is_causal: no token sees those behind it.
-        separates: positions that begin again at 0 hide from a token what stands before them.
-        has_known_logits: they are what the output layer makes of the last hidden states, scaled and capped as
+        is_causal: no token sees later tokens.
+        separates: where position ids start again at 0, a token does not see the tokens before that place.
+        has_known_logits: the logits are those of the output layer on the last hidden states, scaled and capped as
             `ModelSpec.logit_change` says.
     """
 
@@ -98,7 +99,7 @@ class Behaviour:
 
 
 def check_behaviour(spec: ModelSpec, origin: str, packs: bool) -> None:
-    """Raises UserError, which `origin` begins, for a model that this task's loss or batches do not fit.
+    """Raises UserError for a model that does not fit this task's loss or batches. The message begins with `origin`.
 
     Args:
         packs: whether rows hold several documents.
@@ -134,18 +135,21 @@ def check_behaviour(spec: ModelSpec, origin: str, packs: bool) -> None:
 
 
 def observe(spec: ModelSpec) -> Behaviour | None:
-    """Runs the small model, on the CPU in float32; None where there is none. The random state is left as it was."""
+    """Runs a small model on the CPU in float32. None where none can be made, or its outputs do not show the behaviour.
+
+    torch's random state on the CPU is restored afterwards.
+    """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
             torch.manual_seed(0)
             return _observe(small_config(spec), spec.trusts_code)
     except Exception:
-        # A config may contradict itself once it is cut, and each of the library's models says so in its own way.
+        # A reduced config may contradict itself, for which each model class raises errors of its own types.
         return None
 
 
 def small_config(spec: ModelSpec) -> Any:
-    """The config with fewer blocks, at least one of each kind, a fraction of the widths, and few tokens."""
+    """A copy of the config with fewer blocks (one of each kind or more), widths divided by up to 16, and few ids."""
     config, num_blocks = copy.deepcopy(spec.config), spec.num_blocks_of_all_kinds
     values = config.to_dict()
     keep_layers(config, range(num_blocks), spec.num_blocks)
@@ -153,7 +157,7 @@ def small_config(spec: ModelSpec) -> Any:
     divisor = next(factor for factor in (16, 8, 4, 2, 1) if all(value % factor == 0 for value in widths.values()))
     for key, value in widths.items():
         setattr(config, key, value // divisor)
-    # A token's experts exist, and as many in each of the groups that some routers choose among.
+    # In each of the groups that some routers choose among, at least as many experts as a token uses.
     chosen = [
         value
         for key, value in values.items()
@@ -171,51 +175,53 @@ def small_config(spec: ModelSpec) -> Any:
 
 
 def _observe(config: Any, trusts_code: bool) -> Behaviour | None:
+    """Runs rows of two documents, of which one is exchanged. None for a model that is too large or shows no effect."""
     with init_empty_weights():
         if new_model(config, trusts_code).num_parameters() > MOST_PARAMETERS:
             return None
     model = new_model(config, trusts_code).eval()
     for parameter in model.parameters():
-        # New biases and gates are zero, which would hide what they do.
+        # Biases and gates of a new model are 0, so that their effect would not show.
         parameter.add_(0.05 * torch.randn_like(parameter))
     body, head = model.base_model, model.get_output_embeddings()
-    one, other, third, fourth = torch.randint(config.vocab_size // 2, config.vocab_size, (4, LENGTH))
-    ids = torch.stack([torch.cat(pair) for pair in ((one, third), (other, third), (one, fourth))])
-    through = torch.arange(2 * LENGTH).expand(3, -1)
+    first, other_first, second, other_second = torch.randint(config.vocab_size // 2, config.vocab_size, (4, LENGTH))
+    ids = torch.stack([torch.cat(pair) for pair in ((first, second), (other_first, second), (first, other_second))])
+    continued = torch.arange(2 * LENGTH).expand(3, -1)
 
     def hidden_of(positions: Tensor) -> Tensor:
         return body(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
 
-    as_one, apart = hidden_of(through), hidden_of(through % LENGTH)
-    has_known_logits = _has_known_logits(model, head(as_one), {"input_ids": ids, "position_ids": through})
-    # How far the first document moves the second where it is to be seen: what hides it leaves nothing but rounding.
-    effect = _distance(as_one[0, LENGTH:], as_one[1, LENGTH:])
+    together, apart = hidden_of(continued), hidden_of(continued % LENGTH)
+    has_known_logits = _has_known_logits(model, head(together), {"input_ids": ids, "position_ids": continued})
+    # The effect of the first document on the second where the second sees it. Where it does not, only rounding is left.
+    effect = _distance(together[0, LENGTH:], together[1, LENGTH:])
     if not (1e-5 < effect < float("inf")):
         return None
     return Behaviour(
-        is_causal=_distance(as_one[0, :LENGTH], as_one[2, :LENGTH]) <= 1e-3 * effect,
+        is_causal=_distance(together[0, :LENGTH], together[2, :LENGTH]) <= 1e-3 * effect,
         separates=_distance(apart[0, LENGTH:], apart[1, LENGTH:]) <= 1e-3 * effect,
         has_known_logits=has_known_logits,
     )
 
 
 def _has_known_logits(model: Any, from_head: Tensor, inputs: dict[str, Tensor]) -> bool:
-    """Whether the model's own forward pass makes of the output layer's logits what `change_of` says of its config.
+    """Whether the model's own forward pass changes the output layer's logits as `change_of` says.
 
-    New models have small logits, on which no cap shows: the layer's output is multiplied until it reaches three times
-    the cap, or 100.
+    A new model has small logits, on which a cap has no visible effect. So the layer's output is multiplied: the largest
+    scaled logit becomes three times the cap, or 100 without a cap.
     """
     change = change_of(model.config)
     largest = float(from_head.abs().max()) * abs(change.scale)
-    amplifies = (100.0 if change.cap is None else 3 * change.cap) / max(largest, 1e-30)
-    handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output * amplifies)
+    factor = (100.0 if change.cap is None else 3 * change.cap) / max(largest, 1e-30)
+    handle = model.get_output_embeddings().register_forward_hook(lambda _module, _inputs, output: output * factor)
     try:
         logits = model(**inputs, use_cache=False).logits
     finally:
         handle.remove()
-    expected = change.apply(from_head * amplifies)
+    expected = change.apply(from_head * factor)
     return logits.shape == expected.shape and _distance(logits, expected) <= 1e-3 * float(expected.abs().max())
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
+    """The largest absolute difference."""
     return float((one - other).abs().max())

@@ -1,4 +1,4 @@
-"""A causal language model on disk or on a hub: what it is, before any weight is read; then its files."""
+"""Finds a causal language model on disk or on a hub: first its config and tokenizer, then its weight files."""
 
 # Types here are wider than what is passed on; to be narrowed in the code.
 # pyright: reportArgumentType=false
@@ -25,21 +25,22 @@ from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, tra
 from distiller.storage.stage_folders import StageFolders
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
-"""What is read of a repository before its weights."""
+"""Patterns of the files that are downloaded from a repository before its weights."""
 TRUST = "task.trust_remote_code"
 
 
 @final
 @dataclass(frozen=True)
 class LanguageFiles:
-    """A saved model: its folder has config.json and the tokenizer's files from the start.
+    """A saved model. Its config and tokenizer are on this machine from the start; its weights may not be.
 
     Attributes:
-        origin: how messages name it.
-        spec: what its config describes.
-        tokenizer: the library's, as it lies beside the model; None where there is none.
+        origin: the model in messages, such as `teacher.path: PATH`.
+        root: the folder with config.json and the tokenizer's files.
+        spec: the structure that the config describes.
+        tokenizer: a tokenizer of transformers, read from `root`; None where there is none.
         fetch: makes the weights present on this machine (downloads or converts them) and returns their folder.
-        stages_dir: where weights are kept that the library changes while it loads them.
+        stages_dir: folder for weights that had to be converted (`distiller.language.model.weight_conversion`).
     """
 
     origin: str
@@ -50,9 +51,10 @@ class LanguageFiles:
     stages_dir: Path
 
     def weight_files(self) -> list[Path]:
-        """Safetensors files with the tensors of its module, complete: its own, or what the library makes of them.
+        """Complete safetensors files with all tensors of the module: the model's own files, or converted ones.
 
-        Found once: what is converted is known by the digest of all its weights.
+        The first call fetches the weights and may convert them. The result is kept: converted files are found by a
+        digest of all weights. Does not communicate. Raises UserError.
         """
         return list(self._weight_files)
 
@@ -73,12 +75,15 @@ def find_model(
     stages_dir: Path | StageFolders,
     trusts_code: bool,
 ) -> LanguageFiles:
-    """Finds a model and reads its descriptions; of a folder's weights, the headers alone.
+    """Finds a model, and reads its config and tokenizer; for a folder, also the headers of its weights.
+
+    Weights are read, and downloaded from a hub, only where the config ties embedding and output layer and both are
+    stored: see `tied_as_stored`.
 
     Args:
-        section: of the recipe, `teacher` or `student`, which messages name.
+        section: of the recipe, `teacher` or `student`, for messages.
         path: a folder, a hub id, a GGUF file, or `package:NAME/FILE` for what an installed package carries.
-        stages_dir: where a GGUF file's plain form is kept.
+        stages_dir: folder for the converted weights of a GGUF file, and see `LanguageFiles`.
         trusts_code: whether Python files of the folder may be run.
 
     Raises:
@@ -89,21 +94,22 @@ def find_model(
         gguf = GgufModel(local, stages_dir)
         config = read_config(gguf.description / "config.json", origin, trusts_code)
         tokenizer = read_tokenizer(gguf.description, trusts_code)
-        # Whichever process comes first converts, and the others find it done: none waits for one that never comes.
+        # Every process may convert: the first one does, and the others find the result. With a fixed converting process
+        # the others would wait forever where that process does not get here.
         fetch = partial(gguf.convert, is_maker=True)
         spec = ModelSpec(config, trusts_code, origin)
         return LanguageFiles(origin, gguf.description, spec, tokenizer, fetch, stages_dir)
-    inside = f"{subfolder}/" if subfolder else ""
-    patterns = [f"{inside}{pattern}" for pattern in DESCRIPTIONS]
+    prefix = f"{subfolder}/" if subfolder else ""
+    patterns = [f"{prefix}{pattern}" for pattern in DESCRIPTIONS]
     folder, is_hub = find_root(section, path, local, revision, patterns, "config.json, or a GGUF file")
-    root = folder / inside
+    root = folder / prefix
     if not is_hub:
         fetch = partial(Path, root)
     else:
-        check_listed(listed_files(path, revision), inside, TRANSFORMERS_NAME, origin)
+        check_listed(listed_files(path, revision), prefix, TRANSFORMERS_NAME, origin)
 
         def fetch() -> Path:
-            return download(section, path, revision, [f"{inside}*.safetensors", f"{inside}*.json"]) / inside
+            return download(section, path, revision, [f"{prefix}*.safetensors", f"{prefix}*.json"]) / prefix
 
     spec = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
@@ -112,13 +118,13 @@ def find_model(
         spec = tied_as_stored(spec, headers, lambda: transformers_files(root, origin), origin)
         check_stored(spec, root, headers, origin)
     elif spec.is_tied:
-        names = stored_names(path, revision, root, inside)
+        names = stored_names(path, revision, root, prefix)
         spec = tied_as_stored(spec, names, lambda: transformers_files(fetch(), origin), origin)
     return LanguageFiles(origin, root, spec, read_tokenizer(root, trusts_code), fetch, stages_dir)
 
 
 def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
-    """The library's config of a causal language model. Raises UserError, which `origin` begins."""
+    """The transformers config of a causal language model. Raises UserError, whose message begins with `origin`."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -138,21 +144,21 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
     if content.get("quantization_config"):
         raise UserError(f"{origin}: is a quantised model; give the plain one (teacher.quantization quantises it)")
     if own_code and trusts_code and file.name != "config.json":
-        # The library finds the code's files beside a config of that name alone, and would read that one.
+        # transformers looks for the code beside a file named config.json, and would read that file instead.
         raise UserError(f"{origin}: names Python code (auto_map), so the file must be called config.json; rename it")
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
-        # Infinities, which JSON has not, are objects in the file.
+        # JSON has no infinities: the file holds objects for them.
         return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(content))
     except Exception as error:
-        # Each of the library's configs checks its values with errors of its own kind.
+        # Each config class raises errors of its own types for wrong values.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise UserError(f"{origin}: {file.name} is not a valid config ({reason})") from error
 
 
 def read_tokenizer(folder: Path, trusts_code: bool) -> Any:
-    """The tokenizer beside a model; None where none lies there, or one that cannot be read."""
+    """The tokenizer in a model's folder; None where there is none. Raises UserError where it cannot be read."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json")):
         return None
     try:

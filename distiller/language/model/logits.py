@@ -1,4 +1,4 @@
-"""From last hidden states to the logits that are compared: output layer, scale and soft cap, ids that tokens have."""
+"""The logits that are compared, from last hidden states: output layer, scale and soft cap, ids of tokens."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from distiller.errors import UserError, shown
 @final
 @dataclass(frozen=True)
 class LogitChange:
-    """What a model does to the logits of its output layer: z becomes cap * tanh(scale * z / cap).
+    """The change that a model applies to the logits z of its output layer: cap * tanh(scale * z / cap).
 
     Attributes:
-        scale: positive.
-        cap: positive; None = the scale alone.
+        scale: finite and not 0.
+        cap: positive; None = no cap, only scale * z.
     """
 
     scale: float = 1.0
@@ -34,20 +34,20 @@ class LogitChange:
         return self.scale == 1 and self.cap is None
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Of any shape and floating dtype: changed in float32, or, where nothing is to do, the same tensor."""
+        """The changed logits in float32, or `logits` itself where nothing changes; any shape and floating dtype."""
         if self.is_plain:
             return logits
         changed = logits.float() * self.scale
         return changed if self.cap is None else torch.tanh(changed / self.cap) * self.cap
 
     def slope(self, changed: Tensor) -> Tensor | float:
-        """The derivative of what `apply` returned by what it was given, from what it returned."""
+        """The derivative of `apply` by its input, from its output `changed`: of the same shape, or one number."""
         return self.scale if self.cap is None else self.scale * (1 - (changed / self.cap).square())
 
 
 PLAIN = LogitChange()
 WIDTH_MULTIPLE = 64
-"""128 bytes in 16 bits."""
+"""Ids; 64 logits of 16 bits are 128 bytes. See `product_width`."""
 
 CAPS = dict.fromkeys(
     (
@@ -56,39 +56,39 @@ CAPS = dict.fromkeys(
     ),
     "final_logit_softcapping",
 ) | {"recurrent_gemma": "logits_soft_cap", "xlstm": "output_logit_soft_cap"}
-"""Model types of transformers whose logits are capped softly, and the key of their config that says at what."""
+"""Model type of transformers whose logits have a soft cap -> key of its config that holds the cap."""
 
 FACTORS = dict.fromkeys(("cohere", "cohere2", "cohere2_moe", "cohere_compass_text"), "logit_scale") | {
     "falcon_h1": "lm_head_multiplier",
     "hyperclovax": "logits_scaling",
 }
-"""Those whose logits are multiplied, and by what."""
+"""Model type whose logits are multiplied -> key of its config that holds the factor."""
 
 DIVISORS = dict.fromkeys(
     (
         *("granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared"),
-        # These two divide the hidden states, before an output layer without a bias.
+        # Divides the hidden states, before an output layer without a bias, which has the same effect.
         *("minicpm3",),
     ),
     "logits_scaling",
 ) | {"inkling_text": "logits_mup_width_multiplier"}
-"""Those whose logits are divided, and by what."""
+"""Model type whose logits are divided -> key of its config that holds the divisor."""
 
 SUSPECTS = (
     *("final_logit_softcapping", "logits_soft_cap", "logit_softcap", "output_logit_soft_cap", "softcap"),
     *("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier"),
     *("logits_mup_width_multiplier", "dim_model_base"),
 )
-"""Keys of a config by which models, also those with code of their own, change what their output layer gives."""
+"""Keys of a config by which models, also those with Python code of their own, change their output layer's logits."""
 
 
 def change_of(config: Any) -> LogitChange:
-    """What the library's model of a config does to its logits; for model types that are not listed above, nothing.
+    """The change that transformers' model of a config applies to its logits; none for model types not listed above.
 
-    That it is so is seen by running a small model (`distiller.language.model.behaviour_probe`).
+    `distiller.language.model.behaviour_probe` compares this with what a small model does.
 
     Raises:
-        UserError: a factor or divisor that is zero or no finite number, a cap that is not above zero.
+        UserError: a factor, divisor or cap is not a finite number, a factor or divisor is 0, or a cap is not above 0.
     """
     kind = config.model_type
 
@@ -107,7 +107,7 @@ def change_of(config: Any) -> LogitChange:
 
 
 def suspicious_keys(config: Any) -> dict[str, Any]:
-    """Those of `SUSPECTS` that a config sets to anything that might change a logit."""
+    """Key -> value of those `SUSPECTS` that a config sets to a value that may change logits."""
     found = {key: getattr(config, key, None) for key in SUSPECTS}
     return {key: value for key, value in found.items() if value not in (None, 1, 1.0)}
 
@@ -118,8 +118,8 @@ class TokenIds:
     """The ids that stand for a token; a model's output layer may have more.
 
     Attributes:
-        size: they are below this.
-        absent: those below it that stand for none.
+        size: all of them are below this number.
+        absent: the ids below `size` that stand for no token.
     """
 
     size: int
@@ -127,7 +127,7 @@ class TokenIds:
 
     @staticmethod
     def of(*tokenizers: Any, below: int | None = None) -> TokenIds:
-        """The ids that any of these tokenizers of transformers has; with `below`, those that are less than it."""
+        """The ids that at least one of these tokenizers of transformers has; with `below`, only ids below it."""
         known = {token_id for tokenizer in tokenizers for token_id in tokenizer.get_vocab().values()}
         if below is not None:
             known = {token_id for token_id in known if token_id < below}
@@ -146,7 +146,7 @@ class TokenIds:
     def absence(self, device: torch.device) -> Tensor | None:
         """[size] bool on the device, true where an id stands for no token; None where each stands for one.
 
-        The same tensor every time, which nobody changes: it is copied to the device once.
+        All calls return the same tensor, which is copied to the device once. It must not be changed.
         """
         return _absence(self, device) if self.absent else None
 
@@ -157,7 +157,7 @@ class TokenIds:
 
 @functools.lru_cache(maxsize=16)
 def _absence(ids: TokenIds, device: torch.device) -> Tensor:
-    # Also for what has a gradient, wherever it is asked for first.
+    # Autograd cannot use a tensor that was made in inference mode, in which the first call may be.
     with torch.inference_mode(False):
         mask = torch.zeros(ids.size, dtype=torch.bool)
         mask[list(ids.absent)] = True
@@ -165,10 +165,10 @@ def _absence(ids: TokenIds, device: torch.device) -> Tensor:
 
 
 def product_width(num_ids: int, vocabulary: int) -> int:
-    """Rows of an output layer for the logits of its first `num_ids` ids: a multiple of 64 where it has so many.
+    """Number of an output layer's ids that are multiplied for the logits of its first `num_ids` ids.
 
-    The rows of the product then begin at addresses for which cuBLAS has its fast kernels; an odd width has none. The
-    logits of what is beyond are cut off behind the product.
+    `num_ids` rounded up to a multiple of 64, but at most `vocabulary`. The rows of the product then begin at addresses
+    for which cuBLAS has fast kernels; it has none for an odd width. Logits of further ids are cut off afterwards.
     """
     return min(vocabulary, (num_ids + WIDTH_MULTIPLE - 1) // WIDTH_MULTIPLE * WIDTH_MULTIPLE)
 
@@ -183,11 +183,16 @@ class Head(NamedTuple):
     """[V]."""
 
     change: LogitChange = PLAIN
+    """The scale and cap that the model applies to the layer's logits."""
+
     ids: TokenIds | None = None
-    """The ids that are compared and may be said; None = all."""
+    """The ids that are compared and may be generated; None = all."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits [N, ids] of hidden states [N, H], which are cast to the layer's dtype; -inf at absent ids."""
+        """The logits [N, ids] of hidden states [N, H], which are cast to the layer's dtype; -inf at absent ids.
+
+        In float32 where `change` has an effect, else in the layer's dtype.
+        """
         size = len(self.weight) if self.ids is None else self.ids.size
         width = product_width(size, len(self.weight))
         bias = None if self.bias is None else self.bias[:width]

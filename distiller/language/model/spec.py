@@ -1,4 +1,4 @@
-"""A causal language model of transformers, taken apart by its description: body, blocks, output layer, names."""
+"""The structure of a causal language model of transformers, from its config: body, blocks, output layer, names."""
 
 from __future__ import annotations
 
@@ -21,32 +21,36 @@ from distiller.language.model.logits import change_of
 from distiller.language.model.tensor_names import TensorNames
 
 LARGE = 2**24
-"""Numbers in a tensor that need not be allocated to be known."""
+"""A new tensor with more elements than this is made on the meta device, instead of being allocated."""
 
 
 @final
 class ModelSpec:
-    """Where things are in the models of one config. Holds no weights.
+    """The structure of the models of one config. Holds no weights.
 
     Attributes:
-        config: the library's.
+        config: a config of transformers.
         trusts_code: whether Python files beside the config may be run.
-        num_blocks, hidden_size, vocabulary: of the model.
-        num_blocks_of_all_kinds: so many blocks, from the first, have one of each kind among them; at least 2, if there
-            are.
-        block_class: the name of its blocks' class.
-        block_prefix: what the blocks' names begin with in the body, such as `layers.`.
-        head_names: names in the whole model of the output weight; of tied weights, the input embedding's as well.
-        head_bias: the name of the output bias, or None.
-        body_prefix: what the names of the body begin with in the whole model, such as `model.`.
-        shapes: of all tensors of the whole model that are saved, by their names.
-        tied_names: those of them that are another one.
-        tensor_names: what the tensors of its files are called.
-        logit_change: what the model does to the logits of its output layer.
+        num_blocks, hidden_size: number of blocks, and width of the hidden states.
+        vocabulary: number of ids of the output layer.
+        num_blocks_of_all_kinds: the first so many blocks include one of each kind; at least 2 where the model has 2.
+        block_class: name of the first block's class.
+        block_prefix: prefix of the blocks' names in the body, such as `layers.`.
+        head_names: name of the output weight in the whole model; for tied weights also that of the input embedding.
+        head_bias: name of the output bias in the whole model, or None.
+        body_prefix: prefix of the body's names in the whole model, such as `model.`.
+        shapes: shape of each tensor of the whole model that is saved, by its name.
+        tied_names: names of the saved tensors that are the same tensor as another one.
+        tensor_names: maps names of stored tensors to names in the whole model.
+        logit_change: scale and cap that the model applies to the logits of its output layer.
     """
 
     def __init__(self, config: Any, trusts_code: bool, origin: str) -> None:
-        """Builds the model on the meta device. Raises UserError, which `origin` begins, for what cannot be used."""
+        """Builds the model on the meta device.
+
+        Raises:
+            UserError: the task cannot use such a model. The message begins with `origin`.
+        """
         self.config, self.trusts_code = config, trusts_code
         try:
             self.logit_change = change_of(config)
@@ -91,10 +95,10 @@ class ModelSpec:
 
     @property
     def config_values(self) -> dict[str, Any]:
-        """All of the config that decides what the model computes, defaults included: for a cache's key."""
+        """The values of the config that decide what the model computes, defaults included; for a cache's key."""
         values = json.loads(self.config.to_json_string(use_diff=False))
         if self.trusts_code:
-            # Read with its own code, a config holds the path that it was read from.
+            # A config that is read with its own code holds the path that it was read from.
             values["_name_or_path"] = ""
         return {key: value for key, value in values.items() if key != "transformers_version"}
 
@@ -105,27 +109,27 @@ class ModelSpec:
 
     @property
     def num_parameters(self) -> int:
-        """Of the whole model, a tied tensor once."""
+        """Parameters of the whole model; tied ones count once."""
         tied = set(self._whole.all_tied_weights_keys)
         return sum(value.numel() for name, value in self._whole.named_parameters() if name not in tied)
 
     @property
     def max_positions(self) -> int | None:
-        """The longest row that the config speaks of; None where it says nothing."""
+        """Largest number of tokens in a row by the config (`max_position_embeddings`); None where it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
     def parameter_names(self) -> list[str]:
-        """Of the whole model."""
+        """Names of the whole model's parameters."""
         return [name for name, _ in self._whole.named_parameters()]
 
     def kept_in_float32(self, dtype: torch.dtype) -> list[str]:
-        """Regular expressions of the tensors that the library keeps in float32 in a model of another dtype."""
+        """Regular expressions for names of tensors that transformers keeps in float32 in a model of this dtype."""
         plan = self._whole._get_dtype_plan(dtype)
         return [name.replace("*", ".*") for name, kept in plan.items() if kept == torch.float32]
 
     def new_skeleton(self) -> Any:
-        """The whole model on the meta device, with trainable weights, tied ones as one."""
+        """The whole model on the meta device in float32, trainable; tied weights are one parameter."""
         return self._skeleton(torch.float32)
 
     def _skeleton(self, dtype: torch.dtype) -> Any:
@@ -136,36 +140,39 @@ class ModelSpec:
         return whole
 
     def body_skeleton(self, dtype: torch.dtype) -> nn.Module:
-        """The model without its output layer, as `distiller.teachers.base.Network.skeleton` wants it.
+        """The model without its output layer, in the form that `distiller.teachers.base.Network.skeleton` describes.
 
-        In float32 stays what the library keeps in it, such as the bias by which a router chooses its experts.
+        Tensors that transformers keeps in float32 stay in it, such as the bias by which a router chooses its experts.
         """
         whole = self._skeleton(dtype)
         kept = self.kept_in_float32(dtype)
         body: Any = whole.base_model
         saved = {id(tensor) for tensor in body.state_dict(keep_vars=True).values()}
-        changed: dict[int, Tensor] = {}
+        converted: dict[int, Tensor] = {}
         for prefix, module in body.named_modules():
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     # Buffers that are not saved stay as the model makes them.
                     if tensor is None or id(tensor) not in saved or not tensor.is_floating_point():
                         continue
-                    if id(tensor) not in changed:
-                        full = f"{self.body_prefix}{prefix}.{name}"
-                        # Else in the dtype that its class gives it: some are float32 whatever the model's is.
-                        own = torch.float32 if any(re.search(pattern, full) for pattern in kept) else tensor.dtype
-                        value = tensor.detach().to("meta", own)
+                    if id(tensor) not in converted:
+                        full_name = f"{self.body_prefix}{prefix}.{name}"
+                        # Otherwise the dtype that the class gave it: some classes use float32 in every model.
+                        own_dtype = (
+                            torch.float32 if any(re.search(pattern, full_name) for pattern in kept) else tensor.dtype
+                        )
+                        value = tensor.detach().to("meta", own_dtype)
                         is_parameter = table is module._parameters
-                        changed[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
-                    # A tensor of several names stays one.
-                    table[name] = changed[id(tensor)]
+                        converted[id(tensor)] = nn.Parameter(value, requires_grad=False) if is_parameter else value
+                    # A tensor with several names stays one tensor.
+                    table[name] = converted[id(tensor)]
         return body.eval()
 
     def other_dtypes(self, dtype: torch.dtype) -> dict[str, str]:
-        """The body's tensors by which a model of this dtype is more than its weights rounded to it.
+        """Name -> dtype of the body's tensors that casting all parameters to `dtype` would not give.
 
-        Weights that the library keeps in float32, and buffers of this dtype. None in float32.
+        These are parameters that transformers keeps in another dtype, and floating-point buffers that are saved or have
+        this dtype. {} for float32.
         """
         if dtype == torch.float32:
             return {}
@@ -176,59 +183,64 @@ class ModelSpec:
         return {name: str(value.dtype) for name, value in (kept | buffers).items() if value.is_floating_point()}
 
     def body_name(self, stored: str) -> str | None:
-        """What a tensor of the files is called in the body; None for the output layer's and what is ignored."""
+        """A stored tensor's name in the body; None for the output layer's tensors and for ignored ones."""
         name = self.tensor_names.name(stored)
         if name is None or name.startswith(self.body_prefix):
             return name and name.removeprefix(self.body_prefix)
-        # An unknown name of the body goes on as it is, so that it is reported.
+        # An unknown name in the body is returned unchanged, so that the caller reports it.
         return name if name not in self.shapes and self.is_of_body(name) else None
 
     def is_of_body(self, name: str) -> bool:
-        """Whether a tensor, known or not, belongs to the body: files of a body saved alone lack its prefix."""
+        """Whether a tensor of this name, known or not, belongs to the body.
+
+        The names in the files of a body that was saved alone lack the body's prefix.
+        """
         return name.startswith(self.body_prefix) or name.partition(".")[0] in self._body_parts
 
 
 class _LargeOnMeta(TorchFunctionMode):
     """Makes large new tensors on the meta device.
 
-    `init_empty_weights` takes parameters there once they are made, and a mixture's experts, one tensor of tens of
-    gigabytes, cannot even be allocated. Buffers have values, and are made otherwise.
+    `init_empty_weights` moves parameters there after their allocation, which fails for the experts of a mixture: they
+    are one tensor of tens of gigabytes. Buffers, whose values are needed, are not made by `torch.empty` or
+    `torch.zeros`.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in (torch.empty, torch.zeros) and kwargs.get("device") is None:
-            wanted = func(*args, **kwargs | {"device": "meta"})
-            if wanted.numel() > LARGE:
-                return wanted
+            on_meta = func(*args, **kwargs | {"device": "meta"})
+            if on_meta.numel() > LARGE:
+                return on_meta
         return func(*args, **kwargs)
 
 
 @contextmanager
 def _empty_weights() -> Iterator[None]:
+    """Makes parameters on the meta device; buffers are real."""
     with init_empty_weights(), _LargeOnMeta():
         yield
 
 
 def _num_blocks_of_all_kinds(config: Any, blocks: nn.ModuleList) -> int:
-    """Kinds differ in their parts, or in what the config lists for each layer."""
+    """See `ModelSpec`. Blocks of one kind have the same submodules, and the same values in the config's lists."""
     lists = [value for key, value in config.to_dict().items() if isinstance(value, list) and "layer" in key]
     lists = [value for value in lists if len(value) == len(blocks)]
     kinds = [
         (
             tuple((name, type(part).__name__) for name, part in block.named_modules()),
-            tuple(str(value[number]) for value in lists),
+            tuple(str(value[index]) for value in lists),
         )
-        for number, block in enumerate(blocks)
+        for index, block in enumerate(blocks)
     ]
     return max(1 + max(kinds.index(kind) for kind in set(kinds)), min(2, len(blocks)))
 
 
 def new_model(config: Any, trusts_code: bool, dtype: torch.dtype = torch.float32) -> Any:
-    """A model of the library with new weights, drawn from torch's global random state.
+    """A model of transformers in this dtype, with new weights, drawn from torch's global random state.
 
-    Buffers that are not saved are those of the library's model in this dtype.
+    Buffers that are not saved have the values that transformers gives them in a model of this dtype.
     """
-    # Under ZeRO-3 the library would otherwise make it of shards, whose values nobody can fill in.
+    # Under ZeRO-3 transformers would otherwise build it from shards, which cannot be filled with values here.
     unset_hf_deepspeed_config()
     return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trusts_code)

@@ -1,4 +1,4 @@
-"""Whether teacher and student read the same tokens, by their tokenizers and the sizes of their output layers."""
+"""Checks that teacher and student use the same tokens, by their tokenizers and the sizes of their output layers."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from distiller.language.model.files import LanguageFiles
 from distiller.language.model.logits import TokenIds
 
 NUM_READ = 256
-"""Documents that are tokenised with both tokenizers, at most."""
+"""Largest number of documents that are tokenised with both tokenizers."""
 
 
 def check_same_tokens(teacher: LanguageFiles, student: LanguageFiles) -> None:
-    """Raises UserError unless both tokenizers, over the ids that both have, give every id the same token.
+    """Raises UserError unless both tokenizers have the same token for every id that both have.
 
-    Ids that one of the models has no place for are not compared.
-
-    A student without a tokenizer of its own reads the teacher's tokens.
+    The ids of the tokens bos, eos and unk must be equal too. Ids that one of the models' output layers lacks are not
+    compared. Nothing is compared where a model has no tokenizer of its own; such a student uses the teacher's.
     """
     if student.tokenizer is None or teacher.tokenizer is None:
         return
     shared = min(teacher.spec.vocabulary, student.spec.vocabulary)
-    ours, theirs = _by_id(student.tokenizer, shared), _by_id(teacher.tokenizer, shared)
-    for token_id in sorted(ours.keys() & theirs.keys()):
-        if ours[token_id] != theirs[token_id]:
+    student_tokens, teacher_tokens = _by_id(student.tokenizer, shared), _by_id(teacher.tokenizer, shared)
+    for token_id in sorted(student_tokens.keys() & teacher_tokens.keys()):
+        if student_tokens[token_id] != teacher_tokens[token_id]:
             raise UserError(
-                f"{student.origin}: its tokenizer is not the teacher's: id {token_id} is {ours[token_id]!r} and the "
-                f"teacher's {theirs[token_id]!r}; give a student that reads the same tokens"
+                f"{student.origin}: its tokenizer is not the teacher's: id {token_id} is "
+                f"{student_tokens[token_id]!r} and the teacher's {teacher_tokens[token_id]!r}; give a student that "
+                "reads the same tokens"
             )
     for name in ("bos_token_id", "eos_token_id", "unk_token_id"):
-        mine, teachers = getattr(student.tokenizer, name), getattr(teacher.tokenizer, name)
-        if mine != teachers:
+        own_id, teacher_id = getattr(student.tokenizer, name), getattr(teacher.tokenizer, name)
+        if own_id != teacher_id:
             raise UserError(
-                f"{student.origin}: its tokenizer's {name} is {mine} and the teacher's {teachers}; make them equal"
+                f"{student.origin}: its tokenizer's {name} is {own_id} and the teacher's {teacher_id}; make them equal"
             )
 
 
 def own_tokenizer(
     recipe: LanguageRecipe, teacher: LanguageFiles, student: LanguageFiles | None
 ) -> tuple[LanguageFiles | None, str | None]:
-    """The student's files, where its own tokenizer reads the data as the teacher's does; else None, and the difference.
+    """(student, None) where the student's own tokenizer reads the data as the teacher's does, else (None, difference).
 
-    (None, None) for a student without a tokenizer.
+    Reads at most `NUM_READ` documents. (None, None) for a student without a tokenizer.
     """
     if student is None or student.tokenizer is None:
         return None, None
@@ -60,58 +60,65 @@ def own_tokenizer(
 def other_reading(
     teacher: LanguageFiles, student: LanguageFiles, documents: Iterable[Document], trusts_code: bool
 ) -> str | None:
-    """How the student's own tokenizer reads the first documents otherwise than the teacher's; None where it does not.
+    """How the student's own tokenizer differs from the teacher's on the first documents; None where it does not.
 
-    Both give every id the same token (`check_same_tokens`). Training takes the teacher's reading.
+    Expects that both have the same token for every id (`check_same_tokens`). Training uses the teacher's tokenizer.
+    Raises UserError where the documents cannot be read, or the teacher's tokenizer cannot.
     """
     shared = min(teacher.spec.vocabulary, student.spec.vocabulary)
     lacking = sorted(_by_id(teacher.tokenizer, shared).items() - _by_id(student.tokenizer, shared).items())
     if lacking:
         return f"it lacks {len(lacking)} of the teacher's tokens, the first {lacking[0][1]!r}"
-    teachers = DocumentTokenizer(teacher.root, trusts_code)
+    teacher_tokenizer = DocumentTokenizer(teacher.root, trusts_code)
     try:
-        students = DocumentTokenizer(student.root, trusts_code)
+        student_tokenizer = DocumentTokenizer(student.root, trusts_code)
     except UserError as error:
         return str(error)
-    if students.digest == teachers.digest:
+    if student_tokenizer.digest == teacher_tokenizer.digest:
         return None
-    # Outside of any `except`: what is wrong with the data is no difference between tokenizers.
-    read = list(islice(documents, NUM_READ))
-    theirs = list(teachers.tokenise(read))
+    # Outside of `try`: an error in the data is no difference between the tokenizers.
+    first_documents = list(islice(documents, NUM_READ))
+    teacher_readings = list(teacher_tokenizer.tokenise(first_documents))
     try:
-        ours = list(students.tokenise(read))
+        student_readings = list(student_tokenizer.tokenise(first_documents))
     except UserError as error:
         return str(error)
-    for document, one, other in zip(read, ours, theirs, strict=True):
-        if difference := _difference(one, other, student.tokenizer):
+    for document, student_reading, teacher_reading in zip(
+        first_documents, student_readings, teacher_readings, strict=True
+    ):
+        if difference := _difference(student_reading, teacher_reading, student.tokenizer):
             return f"of {document.origin} it makes {difference}"
     return None
 
 
 def _difference(ours: TokenisedDocument, theirs: TokenisedDocument, tokenizer: Any) -> str | None:
-    """Where two readings of one document part, in words."""
+    """The first difference between the student's and the teacher's tokens of one document, in words; None = equal."""
     if ours.tokens.tolist() == theirs.tokens.tolist():
-        parts = ours.learnt.tolist() != theirs.learnt.tolist()
-        return "the same tokens, and another part of them is the answer" if parts else None
+        differs = ours.learnt.tolist() != theirs.learnt.tolist()
+        return "the same tokens, and another part of them is the answer" if differs else None
     pairs = zip(ours.tokens.tolist(), theirs.tokens.tolist(), strict=False)
     shorter = min(len(ours.tokens), len(theirs.tokens))
-    place = next((index for index, (one, other) in enumerate(pairs) if one != other), shorter)
-    one, other = (_token(reading, place, tokenizer) for reading in (ours, theirs))
-    return f"{one} at token {place + 1}, where the teacher's makes {other}"
+    index_of_first = next(
+        (index for index, (student_token, teacher_token) in enumerate(pairs) if student_token != teacher_token), shorter
+    )
+    student_token, teacher_token = (_token(reading, index_of_first, tokenizer) for reading in (ours, theirs))
+    return f"{student_token} at token {index_of_first + 1}, where the teacher's makes {teacher_token}"
 
 
 def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
+    """The token at index `place`, in quotes."""
     if place >= len(reading.tokens):
         return "its end"
     return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
 
 
 def vocabulary_notices(tokenizer: Any, teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> list[str]:
-    """A line where ids of an output layer stand for no token, and one where tokens have no place in one.
+    """A line where ids of an output layer stand for no token, and one where an output layer lacks ids of tokens.
 
     Args:
         tokenizer: the teacher's.
-        ids: those that are compared.
+        teacher_vocabulary, student_vocabulary: number of ids of each output layer.
+        ids: the ids that are compared.
     """
     notices = (
         _unused_ids_notice(teacher_vocabulary, student_vocabulary, ids),
@@ -135,7 +142,7 @@ def _unused_ids_notice(teacher_vocabulary: int, student_vocabulary: int, ids: To
 
 
 def _unreachable_tokens_notice(tokenizer: Any, shared: int) -> str | None:
-    """`shared`: ids that both models have are below it."""
+    """`shared`: the ids that both models have are below this number."""
     beyond = sorted((token_id, token) for token, token_id in tokenizer.get_vocab().items() if token_id >= shared)
     if not beyond:
         return None
@@ -146,4 +153,5 @@ def _unreachable_tokens_notice(tokenizer: Any, shared: int) -> str | None:
 
 
 def _by_id(tokenizer: Any, vocabulary: int) -> dict[int, str]:
+    """Id -> token, for the ids below `vocabulary`."""
     return {token_id: token for token, token_id in tokenizer.get_vocab().items() if token_id < vocabulary}

@@ -1,8 +1,8 @@
 """A language model's weight files under the names and in the shapes of the module's tensors.
 
-Placements read tensors one by one by the module's names. Where the files hold the same tensors, under whatever names,
-they are read as they are. Where the library merges, splits or transposes tensors while it loads, it reads them once,
-and they are written as the module has them into a keyed folder.
+Placements read tensors one by one by the module's names. Files that hold the module's tensors, under whatever names,
+are read directly. Where transformers merges, splits or transposes tensors while it loads, it loads the model once, and
+the module's tensors are saved in a keyed folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SHARD_SIZE = "5GB"
 
 
 def headers_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """All tensors of some safetensors files, by their stored names. UserError for a file that is not whole."""
+    """The headers of all tensors in safetensors files, by stored name. Raises UserError for an incomplete file."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         found |= read_header(file)
@@ -37,7 +37,7 @@ def headers_of(files: Iterable[Path]) -> dict[str, StoredTensor]:
 
 
 def reads_directly(spec: ModelSpec, stored: Iterable[str]) -> bool:
-    """Whether files with these tensors hold the module's own, under whatever names."""
+    """Whether files with these tensors hold all of the module's tensors unchanged, under whatever names."""
     names = set()
     for name in stored:
         if spec.tensor_names.is_converted(name):
@@ -47,10 +47,10 @@ def reads_directly(spec: ModelSpec, stored: Iterable[str]) -> bool:
 
 
 def check_stored(spec: ModelSpec, folder: Path, stored: Mapping[str, StoredTensor], origin: str) -> None:
-    """Raises UserError where weights and config.json do not belong together, by the headers of the files.
+    """Raises UserError where weights and config.json do not belong together. Reads headers only.
 
-    What the library ignores is left out without a word, and what it does not know outside of the blocks (another head)
-    as well; a tensor in the blocks that it does not know says that the config is another model's.
+    Accepted are tensors that transformers ignores, and unknown tensors outside of the body, such as another head. An
+    unknown tensor in the body means that the config is another model's.
     """
     if reads_directly(spec, stored):
         names = {spec.tensor_names.name(name): tensor for name, tensor in stored.items()}
@@ -59,7 +59,7 @@ def check_stored(spec: ModelSpec, folder: Path, stored: Mapping[str, StoredTenso
         misshapen = [pair for pair in pairs if pair[1] != pair[2]]
         missing: Sequence[str] = ()
     else:
-        # On the meta device, where nothing is read.
+        # On the meta device no weights are read.
         report = _read(spec, folder, origin, device_map="meta", ignore_mismatched_sizes=True)[1]
         missing, unknown = report["missing_keys"], report["unexpected_keys"]
         misshapen = sorted(report["mismatched_keys"])
@@ -79,10 +79,11 @@ def check_stored(spec: ModelSpec, folder: Path, stored: Mapping[str, StoredTenso
 
 
 def converted_files(spec: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str) -> list[Path]:
-    """The module's tensors in a keyed folder, made once.
+    """Safetensors files with the module's tensors, which are converted once into a keyed folder.
 
-    Does not communicate: of processes that want the same folder, one makes it and the others wait for its lock. That
-    one holds the whole model in host memory, in the files' dtype. Raises UserError, which `origin` begins.
+    Does not communicate: of several processes, one converts and the others wait for its file lock. The converting
+    process holds the whole model in host memory, in the dtype of `stored_dtype`. Raises UserError, whose message begins
+    with `origin`.
     """
     key = {
         "files": digest_files([folder / "config.json", *files]),
@@ -93,14 +94,14 @@ def converted_files(spec: ModelSpec, folder: Path, files: Sequence[Path], stages
 
     def convert() -> None:
         headers = headers_of(files)
-        # Of a hub's model nobody has seen these before.
+        # For a model of the hub this is the first check: its weights were not yet downloaded when it was found.
         check_stored(spec, folder, headers, origin)
         dtype = stored_dtype(spec, headers)
         model, _ = _read(spec, folder, origin, dtype=dtype)
         shutil.rmtree(stage.partial, ignore_errors=True)
         model.save_pretrained(stage.partial, save_original_format=False, max_shard_size=SHARD_SIZE)
         for file in stage.partial.iterdir():
-            # safetensors creates its files for the owner only.
+            # safetensors creates files that only their owner may read.
             file.chmod(0o644)
         stage.finish()
 
@@ -109,21 +110,25 @@ def converted_files(spec: ModelSpec, folder: Path, files: Sequence[Path], stages
 
 
 def stored_dtype(spec: ModelSpec, stored: Mapping[str, StoredTensor]) -> torch.dtype:
-    """One that holds all floating-point tensors without rounding, but for those that the library keeps in float32."""
+    """A 16-bit dtype where all stored floating-point tensors have it, else float32.
+
+    Tensors that transformers keeps in float32 are not considered.
+    """
     for dtype in (torch.bfloat16, torch.float16):
-        kept = spec.kept_in_float32(dtype)
-        others = {
+        float32_patterns = spec.kept_in_float32(dtype)
+        found = {
             tensor.dtype
             for name, tensor in stored.items()
             if tensor.dtype.is_floating_point
-            and not any(re.search(pattern, spec.tensor_names.name(name) or name) for pattern in kept)
+            and not any(re.search(pattern, spec.tensor_names.name(name) or name) for pattern in float32_patterns)
         }
-        if others <= {dtype}:
+        if found <= {dtype}:
             return dtype
     return torch.float32
 
 
 def _read(spec: ModelSpec, folder: Path, origin: str, **options: Any) -> tuple[Any, dict[str, Any]]:
+    """The model, loaded by transformers, and its loading report. The message of a UserError begins with `origin`."""
     unset_hf_deepspeed_config()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(

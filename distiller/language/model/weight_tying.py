@@ -1,7 +1,7 @@
-"""Whether a model's input embedding and output layer are one matrix: by what its files hold, as transformers has it.
+"""Decides, as transformers does, from a model's files whether its input embedding and output layer are one matrix.
 
-A config says `tie_word_embeddings` of the model that it was written for. A file beside it may hold both matrices, as
-merged adapters leave it: where they differ, the library keeps both.
+`tie_word_embeddings` of a config holds for the model that the config was written for. The files beside the config may
+hold both matrices, for example after an adapter was merged. Where the two differ, transformers keeps both.
 """
 
 from __future__ import annotations
@@ -16,20 +16,23 @@ from distiller.storage.weight_files import WeightFiles
 
 
 def tied_as_stored(spec: ModelSpec, stored: Collection[str], files: Callable[[], list[Path]], origin: str) -> ModelSpec:
-    """The model as its files have it: the same, or one whose config does not tie.
+    """The spec that fits the files: `spec` itself, or one that is not tied where the files hold two different matrices.
 
     Args:
         stored: the names of the files' tensors.
-        files: the safetensors files; asked for, and the two matrices read and compared, only where both are stored.
+        files: returns the safetensors files. It is called, and the two matrices are read and compared, only where both
+            are stored.
 
     Raises:
-        UserError: which `origin` begins; this class of models ties whatever its config says.
+        UserError: the matrices differ, and the model's class ties them whatever its config says. The message begins
+            with `origin`.
     """
     if not spec.is_tied or not set(spec.head_names) <= {spec.tensor_names.name(name) for name in stored}:
         return spec
 
     def of_heads(name: str) -> str | None:
-        # The library merges other tensors while it loads: several stored ones have one name in the module.
+        # Other tensors are left out: transformers merges some while it loads, so several stored tensors may have one
+        # name in the module, which WeightFiles refuses.
         renamed = spec.tensor_names.name(name)
         return renamed if renamed in spec.head_names else None
 
@@ -43,7 +46,7 @@ def tied_as_stored(spec: ModelSpec, stored: Collection[str], files: Callable[[],
 
 
 def without_tie(spec: ModelSpec, origin: str) -> ModelSpec:
-    """The model with two matrices. Raises UserError where its class has one whatever the config says."""
+    """The spec with two matrices. Raises UserError where the model's class ties them whatever the config says."""
     config = copy.deepcopy(spec.config)
     config.tie_word_embeddings = False
     untied = ModelSpec(config, spec.trusts_code, origin)
