@@ -1,12 +1,15 @@
 """Random draws as pure functions of (seed, epoch, sample id), on which reproducibility rests.
 
-No global random state is read or written, so a sample's draws do not depend on the number of processes, the
-accumulation split, the teacher's placement, or the step that a run resumed from. CPU generators only: CUDA's differ.
+No global random state is read or changed (`seeded` restores what it sets), so a sample's draws do not depend on the
+number of processes, the accumulation split, the teacher's placement, or the step that a run resumed from. CPU
+generators only: CUDA's differ.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -17,6 +20,17 @@ def generator(seed: int, epoch: int, sample_id: int, purpose: str) -> torch.Gene
     name = f"{seed}/{epoch}/{sample_id}/{purpose}".encode()
     value = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
     return torch.Generator().manual_seed(value & 0x7FFF_FFFF_FFFF_FFFF)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seeds the global CPU generator, from which libraries draw new weights, and restores its state at the end.
+
+    GPUs' generators are left alone; `torch.manual_seed` would seed them too.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)
+        yield
 
 
 def sample_order(seed: int, epoch: int, num_samples: int) -> list[int]:

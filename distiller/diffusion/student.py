@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distiller.config.diffusion import DiffusionStudent
+from distiller.data import rng
 from distiller.diffusion.architecture import Architecture, Origin
 from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_weights, model_files
@@ -62,8 +63,7 @@ def build_student(student: DiffusionStudent, config: Mapping[str, Any], family: 
     if student.path is not None:
         folder = _model_folder(student, family.architecture)
         return model_class.from_pretrained(folder, dtype=torch.float32, use_safetensors=True, local_files_only=True)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with rng.seeded(seed):
         model = model_class.from_config(dict(config))
     if student.from_teacher:
         copy_from_teacher(model, family)

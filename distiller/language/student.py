@@ -17,6 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distiller.config.causal_lm import LanguageStudent
+from distiller.data import rng
 from distiller.errors import UserError
 from distiller.language.model.files import LanguageFiles, find_model, read_config
 from distiller.language.model.layer_subset import keep_layers
@@ -109,8 +110,7 @@ class StudentModel:
         """The model with loaded, copied or new weights."""
         if self.files is not None:
             return self._load(self.files)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(self._seed)
+        with rng.seeded(self._seed):
             model = new_model(self.spec.config, self._trusts_code)
         if self._options.from_teacher:
             self._copy_from_teacher(model)

@@ -187,7 +187,8 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         assert self._head is not None, "load_data loads it"
         objective = replace(self._objective, weight=1.0)
         forms = forms_to_compare(self._recipe, self.network.ids, objective.divergence)
-        student = self._with_projections(self._student.build(self._known), objective).to(self._head.weight.device)
+        model = self._student.build(self._known)
+        student = self._trained_module(model, objective, feature_blocks=()).to(self._head.weight.device)
         return table(compare_forms(forms, student, self._head, objective, batches, outputs))
 
     def sample_ids(self, batch: MaskedBatch) -> tuple[int, ...]:
@@ -289,14 +290,17 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
             }
         write_texts(output, self.files.tokenizer, prompt_ids, texts)
 
-    def _with_projections(self, model: Any, objective: Objective | None = None) -> LanguageStudent:
-        """The trained module around `model`; None = the recipe's objective."""
-        features, spec = self._task.losses.features, self._student.spec
-        blocks = features.student_blocks if features.weight else ()
+    def _with_projections(self, model: Any) -> LanguageStudent:
+        """The module that is trained: `model` with the recipe's objective and projections."""
+        features = self._task.losses.features
+        return self._trained_module(model, self._objective, features.student_blocks if features.weight else ())
+
+    def _trained_module(self, model: Any, objective: Objective, feature_blocks: Sequence[int]) -> LanguageStudent:
+        spec = self._student.spec
         widths = spec.hidden_size, self.files.spec.hidden_size
         logit_options = spec.logit_change, self.network.ids
         return LanguageStudent(
-            model, objective or self._objective, spec.block_prefix, blocks, widths, self._recipe.seed, *logit_options
+            model, objective, spec.block_prefix, feature_blocks, widths, self._recipe.seed, *logit_options
         )
 
     def _continue(self, reader: FrozenModel, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:

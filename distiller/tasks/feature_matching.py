@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
+from distiller.data import rng
 from distiller.tasks.losses import mean_squared_error
 
 
@@ -18,8 +19,7 @@ def new_projections(shapes: Sequence[tuple[Sequence[int], Sequence[int]]], seed:
             1 x 1 convolution, or (tokens, width) or (width,), for which it is linear.
         seed: of the run; the student's own weights are drawn from the same, so these are drawn from the next.
     """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed + 1)
+    with rng.seeded(seed + 1):
         return nn.ModuleList(_projection(student, teacher) for student, teacher in shapes)
 
 

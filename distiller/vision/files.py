@@ -34,6 +34,7 @@ class ClassifierFiles:
         source: `teacher.path: PATH` as in the recipe, for messages.
         root: the folder that holds config.json.
         repository: hub id and revision; None for a folder.
+        subfolder: of the folder or repository, where the model is; None at its root.
         structure: of the model of this config.
         labels: names of the classes, in the order of the logits.
     """
@@ -41,6 +42,7 @@ class ClassifierFiles:
     source: str
     root: Path
     repository: tuple[str, str | None] | None
+    subfolder: str | None
     config: PretrainedConfig
     structure: Structure
     labels: tuple[str, ...]
@@ -57,21 +59,22 @@ class ClassifierFiles:
         """
         if self.repository is not None:
             name, revision = self.repository
-            download("teacher", name, revision, ["*.safetensors", "*.json"])
+            prefix = f"{self.subfolder}/" if self.subfolder else ""
+            download("teacher", name, revision, [f"{prefix}*.safetensors", f"{prefix}*.json"])
         check_weights(self.root, self.source)
         return self.root
 
-    def check_listed(self, subfolder: str | None) -> None:
+    def check_listed(self) -> None:
         """Raises UserError where the repository has weights only in files that are not read. Downloads no file."""
         if self.repository is not None:
-            check_listed(listed_files(*self.repository), subfolder or "", TRANSFORMERS_NAME, self.source)
+            check_listed(listed_files(*self.repository), self.subfolder or "", TRANSFORMERS_NAME, self.source)
 
-    def found_weights(self, subfolder: str | None) -> str | None:
+    def found_weights(self) -> str | None:
         """The name of a file with weights, in any format, here or on the hub; None where there is none."""
         found = weights_among(file.name for file in self.root.iterdir())
         if found is None and self.repository is not None:
             paths = map(PurePosixPath, listed_files(*self.repository))
-            found = weights_among(path.name for path in paths if path.parent == PurePosixPath(subfolder or ""))
+            found = weights_among(path.name for path in paths if path.parent == PurePosixPath(self.subfolder or ""))
         return found
 
     def weight_files(self) -> list[Path]:
@@ -137,6 +140,7 @@ def find_classifier(path: str, revision: str | None, subfolder: str | None, proc
         source=origin,
         root=root,
         repository=None if repository is None else (repository, revision),
+        subfolder=subfolder,
         config=config,
         structure=structure,
         labels=labels_of(config, structure.num_logits, origin),

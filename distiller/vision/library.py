@@ -20,7 +20,10 @@ def new_model(config: PretrainedConfig) -> PreTrainedModel:
     """
     unset_hf_deepspeed_config()
     # A copy, since the library writes the dtype into the config that it is given.
-    return AutoModelForImageClassification.from_config(copy.deepcopy(config), dtype=torch.float32)
+    config = copy.deepcopy(config)
+    # Of a model type with several classes (LeViT) the library looks for the one that is named, also where none is.
+    config.architectures = config.architectures or []
+    return AutoModelForImageClassification.from_config(config, dtype=torch.float32)
 
 
 def read_model(folder: Path, config: PretrainedConfig, **options: Any) -> tuple[PreTrainedModel, dict[str, Any]]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from distiller.config.classification import ClassificationStudent
+from distiller.data import rng
 from distiller.errors import UserError
 from distiller.storage.packaged_files import local_path
 from distiller.tasks.dropout import remove_dropout
@@ -115,8 +116,7 @@ def build_model(plan: StudentPlan, files: ClassifierFiles, teacher_files: Sequen
     if options.path is not None:
         model = load_model(local_path(options.path), plan.config)
     else:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with rng.seeded(seed):
             model = new_model(plan.config)
         if options.from_teacher:
             copy_layers(model, plan.structure, files.structure, teacher_files)

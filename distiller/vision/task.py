@@ -60,7 +60,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         self._files = find_classifier(teacher.path, teacher.revision, teacher.subfolder, self._processor)
         trains_teacher = recipe.teacher_training.max_steps is not None
         if not trains_teacher:
-            self._files.check_listed(teacher.subfolder)
+            self._files.check_listed()
         if not trains_teacher and self._files.repository is None:
             self._files.fetch()
         self._plan = plan_student(recipe.student, self._files, self._processor)

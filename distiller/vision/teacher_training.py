@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from distiller.config.classification import TeacherTraining
 from distiller.config.recipe import Optim
+from distiller.data import rng
 from distiller.data.order import RankSampler, UpdatePlan
 from distiller.errors import RunError
 from distiller.storage.stages import Stage
@@ -44,8 +45,7 @@ def train_teacher(
     """
     assert options.max_steps is not None
     started = time.perf_counter()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(options.seed)
+    with rng.seeded(options.seed):
         model = new_model(files.config)
     model.to(device).train()
     optim = Optim(

@@ -27,7 +27,7 @@ class TrainedTeacher:
         """Trains nothing and reads no picture yet. Raises UserError where the teacher has weights already."""
         self._recipe, self._options = recipe, recipe.teacher_training
         self._files, self._processor, self._source = files, processor, source
-        if found := files.found_weights(recipe.teacher.subfolder):
+        if found := files.found_weights():
             raise UserError(
                 f"teacher_training.max_steps is {self._options.max_steps} and {files.source} has weights already "
                 f"({found}), which training would not begin with; remove teacher_training, or give a folder without "

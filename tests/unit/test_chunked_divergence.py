@@ -338,6 +338,23 @@ def test_autocast_over_float32_weights(dtype):
     assert (sums.divergence.double() - expected[0]).abs() > 1e-6, "the products were in float32"
 
 
+def test_float16_weights_get_the_gradient_of_many_tokens():
+    """The sum over tokens, times the scale that keeps small gradients, exceeds float16's range; the result does not."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, WIDTH, generator=generator).expand(2048, WIDTH)
+    weight = 0.3 * torch.randn(11, WIDTH, generator=generator)
+    labels, mask = torch.full((2048,), 3), torch.ones(2048, dtype=torch.bool)
+    gradients = []
+    for dtype in (torch.float16, torch.float64):
+        ours = weight.to(dtype).requires_grad_()
+        target = LogitsTarget(torch.zeros(2048, 11, dtype=dtype))
+        sums = chunked_loss(hidden.to(dtype), ours, target, labels, mask, Objective(ForwardKL(), 1.0, 0.0))
+        (sums.loss / 2048).backward()
+        gradients.append(ours.grad)
+    assert gradients[0].dtype is torch.float16
+    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-2, atol=1e-3)
+
+
 def test_float16_keeps_small_gradients():
     """p - q of a large vocabulary is mostly below float16's range."""
     case = make(mask="all", vocabulary=4096, teacher_vocabulary=4096, bias=False)

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    LevitConfig,
     PoolFormerConfig,
 )
 
@@ -34,6 +35,7 @@ from distiller.teachers.factory import open_teacher
 from distiller.vision.batch_norm import BatchNorm, num_groups, replace_batch_norm
 from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers
+from distiller.vision.library import new_model
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
@@ -478,15 +480,25 @@ class TestRuns:
         with pytest.raises(UserError, match=rf"has weights already \({name}\).*remove teacher_training"):
             parse_task(data)
 
+    def test_a_config_that_names_no_class_is_of_the_type_s_first(self):
+        """LeViT has two, of which the library chooses by name."""
+        config = LevitConfig(image_size=64, hidden_sizes=[16, 24, 32], num_attention_heads=[2, 3, 4], depths=[1, 1, 1])
+        assert type(new_model(config)).__name__ == "LevitForImageClassification"
+
     def test_weights_are_found_on_the_hub_too(self, tmp_path, monkeypatch):
         classifiers.resnet_config().save_pretrained(tmp_path)
         (tmp_path / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
         local = find_classifier(str(tmp_path), None, None, Processor(tmp_path, 3, "teacher"))
         hub = replace(local, repository=("owner/name", None))
+        below = replace(hub, subfolder="sub")
         names = ["README.md", "sub/model.safetensors"]
         monkeypatch.setattr("distiller.vision.files.listed_files", lambda *_: frozenset(names))
-        assert (local.found_weights("sub"), hub.found_weights(None)) == (None, None)
-        assert hub.found_weights("sub") == "model.safetensors"
+        assert [files.found_weights() for files in (local, hub, below)] == [None, None, "model.safetensors"]
+        asked = []
+        monkeypatch.setattr("distiller.vision.files.download", lambda *arguments: asked.append(arguments[-1]))
+        monkeypatch.setattr("distiller.vision.files.check_weights", lambda *_: None)
+        below.fetch()
+        assert asked == [["sub/*.safetensors", "sub/*.json"]]
 
     def test_labels_alone_need_no_teacher(self, make_data):
         losses = {"distillation": {"alpha": 0.0}}

@@ -213,10 +213,12 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         sums = _run(hidden, weight, bias, call, gradients)
         inputs = (hidden, weight, bias)
+        # Of float16 parameters in `backward`, after scaling: sums over tokens, times the scale, may exceed their range.
         ctx.gradients = [
-            None if gradient is None or like is None else gradient.to(like.dtype)
+            None if gradient is None or like is None else gradient.to(_dtype_until_backward(gradient, like))
             for gradient, like in zip(gradients, inputs, strict=True)
         ]
+        ctx.dtypes = [None if like is None else like.dtype for like in inputs]
         ctx.scale = call.gradient_scale
         ctx.mark_non_differentiable(sums)
         return _mixed(call.objective, sums), sums
@@ -230,7 +232,10 @@ class _ChunkedLoss(torch.autograd.Function):
         # whole loss.
         gradients, ctx.gradients = ctx.gradients, None
         factor = incoming[0] / ctx.scale
-        return *(None if gradient is None else gradient.mul_(factor) for gradient in gradients), None
+        return *(
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
+        ), None
 
 
 @torch.no_grad()
@@ -330,6 +335,10 @@ def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
+
+
+def _dtype_until_backward(gradient: Tensor, like: Tensor) -> torch.dtype:
+    return gradient.dtype if like.dtype is torch.float16 else like.dtype
 
 
 def _counting_rows(mask: Tensor, device: torch.device) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor
 
+from distiller.data import rng
 from distiller.errors import UserError
 from distiller.language.model.layer_subset import keep_layers
 from distiller.language.model.logits import change_of, suspicious_keys
@@ -140,8 +141,7 @@ def observe(spec: ModelSpec) -> Behaviour | None:
     torch's random state on the CPU is restored afterwards.
     """
     try:
-        with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
-            torch.manual_seed(0)
+        with rng.seeded(0), torch.no_grad(), torch.device("cpu"):
             return _observe(small_config(spec), spec.trusts_code)
     except Exception:
         # A reduced config may contradict itself, for which each model class raises errors of its own types.
