@@ -29,8 +29,8 @@ from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.language.data.batch import LanguageBatch, collate
-from distiller.language.generation import teachers_hidden
-from distiller.language.model.behaviour_probe import MOST_PARAMETERS, small_config
+from distiller.language.generation import teacher_hidden_states
+from distiller.language.model.behaviour_probe import MAX_PARAMETERS, small_config
 from distiller.language.model.spec import ModelSpec, new_model
 from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm
@@ -115,7 +115,7 @@ def sweep(kind: str, folder: Path) -> Row:
 def sweep_config(kind: str, config: Any, folder: Path) -> Row:
     """Tries one small config."""
     with init_empty_weights():
-        if new_model(config, False).num_parameters() > 4 * MOST_PARAMETERS:
+        if new_model(config, False).num_parameters() > 4 * MAX_PARAMETERS:
             return Row(kind, refusal="no small model: its widths cannot be divided")
     save(config, folder)
     return compare(kind, folder / "teacher", folder)
@@ -174,7 +174,7 @@ def teacher_logits(task: Any, recipe: Any, batch: LanguageBatch, dtype: torch.dt
     """Of the product's teacher: hidden states under the output layer, scaled and capped as the model does; float32."""
     teacher = open_alone(task.network, recipe.teacher, dtype, torch.device("cpu"))
     head = task.network.load_head(dtype, torch.device("cpu"))
-    hidden = teachers_hidden(teacher)(batch)
+    hidden = teacher_hidden_states(teacher)(batch)
     teacher.close()
     logits = torch.nn.functional.linear(hidden.to(head.weight.dtype), head.weight, head.bias)
     return head.change.apply(logits).float()[..., : head.ids.size]

@@ -53,8 +53,8 @@ class ToyArchitecture(Architecture):
 
     model_class = PixArtTransformer2DModel
     part = "transformer"
-    shared: ClassVar = {"in_channels": "input channels", "caption_channels": "text width"}
-    cuts: ClassVar = {"num_layers": "num_layers"}
+    keys_equal_to_teacher: ClassVar = {"in_channels": "input channels", "caption_channels": "text width"}
+    cut_keys: ClassVar = {"num_layers": "num_layers"}
 
     def check_numbers(self, config: Mapping[str, Any], origin: str) -> None:
         check_whole_numbers(config, ("num_layers", "num_attention_heads", "patch_size"), origin)
@@ -81,7 +81,7 @@ class ToyArchitecture(Architecture):
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
         del model, max_sequence_length
 
-    def entry(self, model: nn.Module) -> nn.Module:
+    def input_layer(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("pos_embed.proj")
 
     def forward(self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:
@@ -109,7 +109,7 @@ class ToyFamily(Family):
     pipeline_class = ToyPipeline
     architecture = ToyArchitecture()
     network_parts = ("transformer",)
-    has_own_size = True
+    default_size_is_training_size = True
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:
@@ -121,11 +121,11 @@ class ToyFamily(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         side = self.teacher_config["sample_size"] * pixels_of_latent(self.files.vae_config)
         return 1, side, side
 
-    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+    def pixel_size(self, shape: LatentShape) -> tuple[int, int, int]:
         pixels = pixels_of_latent(self.files.vae_config)
         return 1, shape[2] * pixels, shape[3] * pixels
 
@@ -142,10 +142,10 @@ class ToyFamily(Family):
         del task
         return TEXT_LENGTH
 
-    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+    def max_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
         return dict.fromkeys(tokenizers, length)
 
-    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+    def clean_prompts(self, prompts: Sequence[str]) -> list[str]:
         return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
@@ -172,5 +172,5 @@ class ToyFamily(Family):
     def load_pipeline(self, student: Any) -> Any:
         return ToyPipeline(student, self.noise_process((4, 1, 4, 4)).load_scheduler())
 
-    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
-        return pipeline(conditions.noise, conditions.positive, recipe.sampling.num_steps, scale)
+    def draw(self, pipeline: Any, sampling_inputs: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        return pipeline(sampling_inputs.noise, sampling_inputs.positive, recipe.sampling.num_steps, scale)

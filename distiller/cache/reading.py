@@ -38,13 +38,13 @@ class CachedData(Dataset[tuple[Any, Outputs]]):
         shard, row = self._layout.locate(draw, sample_id)
         return self.data[draw, sample_id], self._open(shard).read(row)
 
-    def _open(self, number: int) -> Shard:
+    def _open(self, index: int) -> Shard:
         """The shard of this index, mapped. Raises RunError if its file can no longer be read."""
-        shard = self._shards.get(number)
+        shard = self._shards.get(index)
         if shard is None:
-            file = self._folder / shard_name(number)
+            file = self._folder / shard_name(index)
             try:
-                shard = self._shards[number] = Shard(file)
+                shard = self._shards[index] = Shard(file)
             except (UserError, RuntimeError, KeyError) as error:
                 raise RunError(
                     f"{file} can no longer be read ({error}); make it again with distiller cache RECIPE --repair, then "

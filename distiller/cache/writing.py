@@ -253,7 +253,7 @@ def plan_layout(folder: Path, key: Mapping[str, Any], wanted: Layout, names: fro
     return held
 
 
-def check_room(folder: Path, num_bytes: float) -> None:
+def check_free_space(folder: Path, num_bytes: float) -> None:
     """Raises UserError if the disk has less than `num_bytes` free, which are still to be written.
 
     If no shard has been written yet, removes the key file, so that the folder can take a smaller cache.

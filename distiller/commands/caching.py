@@ -20,7 +20,7 @@ from distiller.cache.key import content_key
 from distiller.cache.layout import Layout, samples_per_shard, shard_name
 from distiller.cache.manifest import MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.shards import remove_partial
-from distiller.cache.writing import Batching, CacheWriter, Measured, check_room, claim, plan_layout
+from distiller.cache.writing import Batching, CacheWriter, Measured, check_free_space, claim, plan_layout
 from distiller.config.recipe import Recipe
 from distiller.data.rng import sample_order
 from distiller.distributed.process import world_size
@@ -173,7 +173,7 @@ def _write(
     missing = writer.missing(layout)
     session.accelerator.print(_describe(task, layout, measured, len(missing)))
     num_bytes = sum(layout.size_of(shard) for shard in missing) * measured.bytes_per_sample
-    ranks.broadcast_from_main(lambda: check_room(folder, num_bytes))
+    ranks.broadcast_from_main(lambda: check_free_space(folder, num_bytes))
     ranks.broadcast_from_main(lambda: _copy_stages(session))
     writer.fill(layout, missing)
     if ranks.is_main:

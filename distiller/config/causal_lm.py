@@ -122,7 +122,7 @@ class LanguageData(Data):
         return self
 
 
-MOST_IDS = 255
+MAX_IDS = 255
 """Of a token in a cache: they are counted in a byte."""
 
 
@@ -132,10 +132,10 @@ class LanguageCache(Cache):
     form: Literal["hidden", "topk", "sampled", "topk+sampled"] = Field(
         default="hidden", description="of a token: the last hidden state (exact), its likeliest ids, draws, or both"
     )
-    k: Annotated[Positive, Field(le=MOST_IDS)] = Field(
+    k: Annotated[Positive, Field(le=MAX_IDS)] = Field(
         default=20, description="topk, topk+sampled: likeliest ids of a token"
     )
-    samples: Annotated[Positive, Field(le=MOST_IDS)] = Field(
+    samples: Annotated[Positive, Field(le=MAX_IDS)] = Field(
         default=23, description="sampled, topk+sampled: draws of a token"
     )
 
@@ -143,14 +143,14 @@ class LanguageCache(Cache):
     def _fits_a_record(self) -> LanguageCache:
         if self.form == "topk+sampled" and not self.fits_both:
             raise ValueError(
-                f"given cache.k {self.k} and cache.samples {self.samples}; a token has room for {MOST_IDS} ids in all"
+                f"given cache.k {self.k} and cache.samples {self.samples}; a token has room for {MAX_IDS} ids in all"
             )
         return self
 
     @property
     def fits_both(self) -> bool:
         """Whether a token's record has room for likeliest ids and draws together."""
-        return self.k + self.samples <= MOST_IDS
+        return self.k + self.samples <= MAX_IDS
 
     @property
     def is_exact(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 from distiller.data.folders import files_below
 from distiller.data.pictures import SUFFIXES, UnreadablePictureError, is_picture, open_picture, unread_note
 from distiller.errors import RunError, UserError
-from distiller.storage.packaged_files import looked_for
+from distiller.storage.packaged_files import search_note
 
 METADATA = "metadata.jsonl"
 
@@ -26,7 +26,7 @@ def find_images(folder: Path) -> tuple[list[tuple[Path, str]], list[str]]:
     """
     if not os.path.isdir(folder):
         raise UserError(
-            f"data.path: {folder} is not a folder{looked_for(folder)}; data.kind=images needs a folder of images"
+            f"data.path: {folder} is not a folder{search_note(folder)}; data.kind=images needs a folder of images"
         )
     files, metadata = files_below(folder), folder / METADATA
     if metadata.is_file():

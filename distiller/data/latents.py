@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distiller.data.prompts import read_numbered_prompts
 from distiller.errors import RunError, UserError
-from distiller.storage.packaged_files import looked_for
+from distiller.storage.packaged_files import search_note
 
 PROMPTS_FILE = "prompts.txt"
 NUM_DIGEST_RANGES, DIGEST_RANGE_BYTES = 16, 4096
@@ -41,7 +41,7 @@ class LatentStore:
         """Reads and checks the files' headers. Raises UserError."""
         if not os.path.isdir(folder):
             raise UserError(
-                f"data.path: {folder} is not a folder{looked_for(folder)}; data.kind=latents needs one with "
+                f"data.path: {folder} is not a folder{search_note(folder)}; data.kind=latents needs one with "
                 f"{PROMPTS_FILE} and safetensors"
             )
         self.folder = folder

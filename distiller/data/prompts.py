@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.storage.packaged_files import looked_for
+from distiller.storage.packaged_files import search_note
 
 
 def read_prompts(path: Path) -> list[str]:
@@ -45,7 +45,7 @@ def _read_lines(path: Path) -> list[str]:
             f"data.path: {path} is no plain text, and a line of it no prompt; give a text file with one prompt a line"
         )
     if not os.path.isfile(path):
-        raise UserError(f"data.path: {path} does not exist{looked_for(path)}; give a text file with one prompt a line")
+        raise UserError(f"data.path: {path} does not exist{search_note(path)}; give a text file with one prompt a line")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

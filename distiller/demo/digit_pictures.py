@@ -33,5 +33,5 @@ class DigitPictures(Pictures):
     def contents(self) -> Any:
         return [hashlib.sha256(self._images.tobytes()).hexdigest()]
 
-    def read(self, number: int, num_channels: int) -> Picture:
-        return np.repeat(self._images[number][:, :, None], num_channels, axis=2)
+    def read(self, index: int, num_channels: int) -> Picture:
+        return np.repeat(self._images[index][:, :, None], num_channels, axis=2)

@@ -43,10 +43,10 @@ class Architecture(ABC):
     part: ClassVar[str]
     """The model's folder in a pipeline."""
 
-    shared: ClassVar[Mapping[str, str]]
+    keys_equal_to_teacher: ClassVar[Mapping[str, str]]
     """Config keys that must be equal in student and teacher -> their meaning, for messages."""
 
-    cuts: ClassVar[Mapping[str, str]]
+    cut_keys: ClassVar[Mapping[str, str]]
     """Keys of the recipe's `student` that cut a student out of the teacher -> the config keys that they set."""
 
     @property
@@ -104,7 +104,7 @@ class Architecture(ABC):
         """Changes a new model in place so that it runs faster; weights, and results up to rounding, stay the same."""
 
     @abstractmethod
-    def entry(self, model: nn.Module) -> nn.Module:
+    def input_layer(self, model: nn.Module) -> nn.Module:
         """The layer that takes the latents. Inputs are cast to its dtype."""
 
     @abstractmethod
@@ -112,14 +112,14 @@ class Architecture(ABC):
         """The prediction [B, C, F, H, W] in the latents' dtype.
 
         Args:
-            latents: [B, C, F, H, W] in the dtype of `entry`.
+            latents: [B, C, F, H, W] in the dtype of `input_layer`.
             timesteps: [B] float32.
-            conditions: the prompts' conditions by name, each [B, ...], in the dtype of `entry`.
+            conditions: the prompts' conditions by name, each [B, ...], in the dtype of `input_layer`.
         """
 
     @abstractmethod
     def finish_cut(self, config: dict[str, Any], teacher: Mapping[str, Any]) -> None:
-        """Sets, in place, the config keys that depend on those that `cuts` has set."""
+        """Sets, in place, the config keys that depend on those that `cut_keys` has set."""
 
     @abstractmethod
     def origin(self, name: str, target: Tensor, config: Mapping[str, Any], teacher: Mapping[str, Any]) -> Origin | None:

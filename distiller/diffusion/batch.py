@@ -29,7 +29,7 @@ class DiffusionBatch:
         weights: [B], weights of the samples in the prediction loss.
         negative: conditions of the negative prompt by name, each [B, ...]; None without guidance.
         scales: [B], guidance scales; None without guidance.
-        truth: target of the true-data loss [B, C, F, H, W] (see `NoiseProcess.truth`); None without this loss.
+        data_target: target of the true-data loss [B, C, F, H, W], see `NoiseProcess.data_target`; None without it.
         stored: the teacher's predictions from the rollout [B, C, F, H, W]; None unless `task.targets` is `stored`.
     """
 
@@ -41,7 +41,7 @@ class DiffusionBatch:
     weights: Tensor
     negative: dict[str, Tensor] | None = None
     scales: Tensor | None = None
-    truth: Tensor | None = None
+    data_target: Tensor | None = None
     stored: Tensor | None = None
 
     def map(self, change: Callable[[Tensor], Tensor]) -> DiffusionBatch:
@@ -77,7 +77,7 @@ def collate(
         weights=torch.ones_like(shares) if weighting == "none" else compute_loss_weighting_for_sd3(weighting, shares),
         negative=family.stack([sample.negative for sample in samples], length) if scales else None,
         scales=torch.tensor(scales) if scales else None,
-        truth=_stack([sample.truth for sample in samples]),
+        data_target=_stack([sample.data_target for sample in samples]),
         stored=_stack([sample.stored for sample in samples]),
     )
 

@@ -11,7 +11,7 @@ from distiller.diffusion.family import Family
 from distiller.diffusion.sampling import scale_of
 from distiller.errors import UserError, shown
 
-LEAST_SHARE_OF_PIXELS = 1 / 4
+MIN_SHARE_OF_PIXELS = 1 / 4
 """Share of its training size, in pixels, below which a network generates poorly: a rule of thumb, half of each side."""
 
 
@@ -94,20 +94,20 @@ def guidance_notes(recipe: DiffusionRecipe) -> list[str]:
 def size_notes(recipe: DiffusionRecipe, family: Family) -> list[str]:
     """A warning if the recipe's size is so far below the teacher's training size that its pictures will be poor."""
     # Without `sample_size` the training size is unknown; the recipe gives both sides then.
-    if not family.has_own_size or family.teacher_config["sample_size"] is None:
+    if not family.default_size_is_training_size or family.teacher_config["sample_size"] is None:
         return []
     _, height, width = recipe.task.size
     try:
-        _, own_height, own_width = family.own_size()
+        _, training_height, training_width = family.default_size()
     except UserError:
         # A size that does not follow from the files is refused only where the recipe leaves it out. Here it does not.
         return []
-    if LEAST_SHARE_OF_PIXELS * own_height * own_width <= height * width:
+    if MIN_SHARE_OF_PIXELS * training_height * training_width <= height * width:
         return []
     return [
-        f"warning: task.height {height} and task.width {width} are less than a quarter of the {own_height} x "
-        f"{own_width} pixels for which this teacher's config.json says it was made: its drawings will be poor; leave "
-        "both out to have its own"
+        f"warning: task.height {height} and task.width {width} are less than a quarter of the {training_height} x "
+        f"{training_width} pixels for which this teacher's config.json says it was made: its drawings will be poor; "
+        "leave both out to have its own"
     ]
 
 

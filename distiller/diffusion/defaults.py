@@ -15,9 +15,9 @@ from distiller.storage.packaged_files import local_path
 SIZE = ("num_frames", "height", "width")
 SAMPLING = ("num_inference_steps", "guidance_scale")
 """Keys of the recipe's `task` (`SIZE`) and `sampling`. The latter are arguments of every pipeline's `__call__`."""
-TOKENS_AT_ONCE = 32_768
+DEFAULT_TOKENS_PER_FORWARD = 32_768
 """Default for the tokens of a forward pass: about those of a Wan video of 81 frames of 480 x 832 pixels (32,760)."""
-MOST_ROLLED_OUT, MOST_EVALUATED = 64, 50
+MAX_ROLLOUT_BATCH, MAX_EVALUATION_BATCH = 64, 50
 """Limits of the default batch sizes of `rollout` and `evaluation`, in samples."""
 
 
@@ -41,13 +41,13 @@ def with_pipeline_defaults(recipe: DiffusionRecipe, family: Family) -> tuple[Dif
         sampling = sampling.model_copy(update=options)
     tokens = family.architecture.num_tokens(family.teacher_config, family.latent_shape(*task.size))
     # Latents smaller than a patch have 0 tokens here; `check_size` refuses them later.
-    num_samples = max(1, TOKENS_AT_ONCE // max(1, tokens))
+    num_samples = max(1, DEFAULT_TOKENS_PER_FORWARD // max(1, tokens))
     sections: dict[str, Section] = {"task": task, "sampling": sampling}
-    for name, limit in (("rollout", MOST_ROLLED_OUT), ("evaluation", MOST_EVALUATED)):
+    for name, limit in (("rollout", MAX_ROLLOUT_BATCH), ("evaluation", MAX_EVALUATION_BATCH)):
         if getattr(recipe, name).batch_size is None:
             sections[name] = getattr(recipe, name).model_copy(update={"batch_size": min(num_samples, limit)})
             if num_samples < limit:
-                filled_keys[f"for about {TOKENS_AT_ONCE:,} tokens a forward pass"] += [
+                filled_keys[f"for about {DEFAULT_TOKENS_PER_FORWARD:,} tokens a forward pass"] += [
                     f"{name}.batch_size {num_samples}"
                 ]
     return recipe.model_copy(update=sections), [f"{origin}: {', '.join(keys)}" for origin, keys in filled_keys.items()]
@@ -64,9 +64,9 @@ def _size(recipe: DiffusionRecipe, family: Family) -> dict[str, int]:
     """Default values of the keys `SIZE`. Raises UserError."""
     if recipe.data.kind == "latents":
         channels, num_frames, height, width = LatentStore(local_path(recipe.data.path)).shape
-        num_frames, height, width = family.drawn_size((channels, num_frames, height, width))
+        num_frames, height, width = family.pixel_size((channels, num_frames, height, width))
     else:
-        num_frames, height, width = family.own_size()
+        num_frames, height, width = family.default_size()
     if recipe.data.kind == "images":
         num_frames = 1
     return {"num_frames": num_frames, "height": height, "width": width}

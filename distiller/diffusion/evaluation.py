@@ -66,7 +66,7 @@ def _embed(
 
 
 @dataclass(frozen=True)
-class Pair:
+class Comparison:
     """Teacher and student, and what sampling from them needs.
 
     The student is in float32 on the device of the teacher's outputs.
@@ -81,7 +81,7 @@ class Pair:
 
 
 def compare(
-    pair: Pair,
+    comparison: Comparison,
     embedded: PromptEmbeddings,
     labels: Sequence[int] | None,
     judge: Judge | None,
@@ -101,8 +101,8 @@ def compare(
         pass in ms, and their ratio; and with a judge the share of recognised pictures (of a video: its first
         frame), 0 to 1, of each model.
     """
-    recipe, family, process = pair.recipe, pair.family, pair.process
-    pipeline = family.load_pipeline(pair.student)
+    recipe, family, process = comparison.recipe, comparison.family, comparison.process
+    pipeline = family.load_pipeline(comparison.student)
     pipeline.set_progress_bar_config(disable=True)
     vae, errors = family.load_vae(device), _Errors(process)
     shape = family.latent_shape(*recipe.task.size)
@@ -113,24 +113,24 @@ def compare(
     for positive in tqdm(embedded.batches, desc="evaluate", unit="batch", dynamic_ncols=True):
         sample_ids = range(first, first + len(positive[TEXT]))
         first = sample_ids.stop
-        conditions = SamplingInputs.make(
+        sampling_inputs = SamplingInputs.make(
             recipe.seed, "evaluation", sample_ids, shape, positive, embedded.negative, device
         )
-        teacher_latents = _teacher_trajectory(pair, conditions, errors)
+        teacher_latents = _teacher_trajectory(comparison, sampling_inputs, errors)
         scale, low_noise_scale = student_scales(recipe)
         if scale == low_noise_scale:
-            _seed_steps(pipeline, conditions)
-            student_latents = family.draw(pipeline, conditions, recipe, scale)
+            _seed_steps(pipeline, sampling_inputs)
+            student_latents = family.draw(pipeline, sampling_inputs, recipe, scale)
         else:
             # A pipeline with one network takes one guidance scale.
-            student_latents = draw_student(pair.network, pair.student, process, recipe, conditions)
+            student_latents = draw_student(comparison.network, comparison.student, process, recipe, sampling_inputs)
         final_errors += (student_latents - teacher_latents).square().flatten(1).mean(1).tolist()
         if judge is not None and labels is not None:
             expected = np.asarray([labels[i] for i in sample_ids])
             for name, latents in (("teacher", teacher_latents), ("student", student_latents)):
                 recognised[name] += (judge.recognise(vae.decode(latents)[:, 0]) == expected).tolist()
         # Measured on the first batch: the last may be smaller.
-        speed = speed or _speed(pair, conditions, device)
+        speed = speed or _speed(comparison, sampling_inputs, device)
     report: dict[str, Any] = {
         "num_samples": first,
         "num_inference_steps": recipe.sampling.num_steps,
@@ -147,11 +147,11 @@ def compare(
     return report
 
 
-def _seed_steps(pipeline: Any, conditions: SamplingInputs) -> None:
+def _seed_steps(pipeline: Any, sampling_inputs: SamplingInputs) -> None:
     """Makes the scheduler's steps draw their noise from the samples' generators; not all pipelines pass them on."""
     step = type(pipeline.scheduler).step
     if "generator" in inspect.signature(step).parameters:
-        pipeline.scheduler.step = partial(step, pipeline.scheduler, generator=conditions.generators())
+        pipeline.scheduler.step = partial(step, pipeline.scheduler, generator=sampling_inputs.generators())
 
 
 class _Errors:
@@ -163,18 +163,18 @@ class _Errors:
         self._last: list[float] = []
         self._error = self._energy = 0.0
 
-    def add(self, timestep: float, ours: Tensor, theirs: Tensor, is_last: bool) -> None:
-        """Adds predictions [B, ...] of the student (`ours`) and the teacher (`theirs`, float32), both on the CPU.
+    def add(self, timestep: float, student: Tensor, teacher: Tensor, is_last: bool) -> None:
+        """Adds predictions [B, ...] of the student and of the teacher (float32), both on the CPU.
 
         Every sample counts equally, since the last batch may be smaller than the others.
         """
-        errors = (ours.float() - theirs).square().flatten(1).mean(1).tolist()
+        errors = (student.float() - teacher).square().flatten(1).mean(1).tolist()
         band = min(int(NUM_BANDS * self._process.share_of(timestep)), NUM_BANDS - 1)
         self._bands[band] += errors
         if is_last:
             self._last += errors
         self._error += sum(errors)
-        self._energy += theirs.square().flatten(1).mean(1).sum().item()
+        self._energy += teacher.square().flatten(1).mean(1).sum().item()
 
     def by_band(self) -> dict[str, float]:
         """The mean squared error in each range of the share of noise that has any, by its name."""
@@ -193,12 +193,14 @@ class _Errors:
         return self._error / self._energy
 
 
-def _teacher_trajectory(pair: Pair, conditions: SamplingInputs, errors: _Errors) -> Tensor:
+def _teacher_trajectory(comparison: Comparison, sampling_inputs: SamplingInputs, errors: _Errors) -> Tensor:
     """The latents that the teacher generates. Adds the student's errors at the points of its trajectory to `errors`."""
-    sampling, count = pair.recipe.sampling, len(conditions.noise)
-    predict = guided_predictor(pair.teacher, pair.network, range(count), conditions, sampling.scales)
-    trajectory = draw(predict, pair.process, conditions, sampling.num_steps, keep_points=True)
-    student_predict = student_predictor(pair.network, pair.student, conditions, student_scales(pair.recipe))
+    sampling, count = comparison.recipe.sampling, len(sampling_inputs.noise)
+    predict = guided_predictor(comparison.teacher, comparison.network, range(count), sampling_inputs, sampling.scales)
+    trajectory = draw(predict, comparison.process, sampling_inputs, sampling.num_steps, keep_points=True)
+    student_predict = student_predictor(
+        comparison.network, comparison.student, sampling_inputs, student_scales(comparison.recipe)
+    )
     with torch.no_grad():
         for step, timestep in enumerate(trajectory.timesteps):
             prediction = student_predict(trajectory.points[step].to(timestep.device), timestep)
@@ -207,20 +209,20 @@ def _teacher_trajectory(pair: Pair, conditions: SamplingInputs, errors: _Errors)
     return trajectory.latents
 
 
-def _speed(pair: Pair, conditions: SamplingInputs, device: torch.device) -> dict[str, float]:
+def _speed(comparison: Comparison, sampling_inputs: SamplingInputs, device: torch.device) -> dict[str, float]:
     """Median times in ms of one conditional forward pass, and the ratio of the teacher's to the student's.
 
     Measured at the middle of the training schedule with the evaluation's batch size, each model in its own dtype. Of
     two experts, which have the same architecture, the one that is responsible there is measured.
     """
-    count, middle = len(conditions.noise), pair.process.num_train_timesteps / 2
+    count, middle = len(sampling_inputs.noise), comparison.process.num_train_timesteps / 2
     times = torch.full((count,), middle, device=device)
-    inputs = inputs_of(conditions.noise, times, conditions.positive, None)
-    request = Request(tuple(range(count)), inputs, (PREDICTION,), pair.network.route([middle] * count))
-    predict = student_predictor(pair.network, pair.student, conditions, (1.0, 1.0))
+    inputs = inputs_of(sampling_inputs.noise, times, sampling_inputs.positive, None)
+    request = Request(tuple(range(count)), inputs, (PREDICTION,), comparison.network.route([middle] * count))
+    predict = student_predictor(comparison.network, comparison.student, sampling_inputs, (1.0, 1.0))
     with torch.no_grad():
-        teacher_ms = _median_ms(lambda: pair.teacher.predict([request]), device)
-        student_ms = _median_ms(lambda: predict(conditions.noise, times[0]), device)
+        teacher_ms = _median_ms(lambda: comparison.teacher.predict([request]), device)
+        student_ms = _median_ms(lambda: predict(sampling_inputs.noise, times[0]), device)
     return {"teacher_forward_ms": teacher_ms, "student_forward_ms": student_ms, "speed_ratio": teacher_ms / student_ms}
 
 

@@ -40,8 +40,8 @@ class Family(ABC):
     text_parts: tuple[str, ...]
     """Folders of the text encoders and tokenizers."""
 
-    has_own_size: ClassVar[bool]
-    """Whether `own_size` is the size that the networks were trained on, and not only a default of the call."""
+    default_size_is_training_size: ClassVar[bool]
+    """Whether `default_size` is the size that the networks were trained on, and not only a default of the call."""
 
     def __init__(self, files: PipelineFiles) -> None:
         """Raises UserError for a pipeline that diffusers accepts and this task cannot distil."""
@@ -89,11 +89,11 @@ class Family(ABC):
         """Raises UserError for a saved student whose pipeline predicts another quantity than the teacher's."""
 
     @abstractmethod
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         """(frames, height, width) in pixels that the pipeline generates by default. Raises UserError."""
 
     @abstractmethod
-    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+    def pixel_size(self, shape: LatentShape) -> tuple[int, int, int]:
         """(frames, height, width) in pixels of decoded latents of this shape: the inverse of `latent_shape`."""
 
     @abstractmethod
@@ -109,11 +109,11 @@ class Family(ABC):
         """Tokens that the pipeline pads or cuts a prompt to: its `max_sequence_length`, or its tokenizer's limit."""
 
     @abstractmethod
-    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+    def max_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
         """The most tokens of a text, including special ones, that each tokenizer keeps; `length` as in `stack`."""
 
     @abstractmethod
-    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+    def clean_prompts(self, prompts: Sequence[str]) -> list[str]:
         """Prompts after the pipeline's own cleaning, as its tokenizers get them."""
 
     def load_tokenizers(self) -> dict[str, Any]:
@@ -164,10 +164,10 @@ class Family(ABC):
         """The diffusers pipeline with the student as its network, without text encoders and VAE."""
 
     @abstractmethod
-    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
+    def draw(self, pipeline: Any, sampling_inputs: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
         """Latents [B, C, F, H, W] float32 that the pipeline of `load_pipeline` generates at a guidance scale."""
 
 
-def expanded(conditions: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
+def expand_conditions(conditions: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
     """Expands one prompt's conditions [1, ...] to [count, ...], without a copy."""
     return {name: value.expand(count, *value.shape[1:]) for name, value in conditions.items()}

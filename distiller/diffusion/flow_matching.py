@@ -50,7 +50,7 @@ class FlowMatching(NoiseProcess):
     def level(self, share: float) -> NoiseLevel:
         return NoiseLevel(share, share * self.num_train_timesteps, 1 - share, share)
 
-    def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
+    def data_target(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
         del level
         return noise - latents
 
@@ -60,7 +60,7 @@ class FlowMatching(NoiseProcess):
     def load_scheduler(self) -> Any:
         return load_scheduler(self._files)
 
-    def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
+    def set_timesteps(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
         scheduler.set_timesteps(num_steps, device=device, **self._options)
         # As WanPipeline does: otherwise the scheduler searches for its first index on the GPU, and the host waits.
         scheduler.set_begin_index(0)

@@ -23,8 +23,8 @@ def long_text_notices(family: Family, task: DiffusionOptions, groups: Mapping[st
     """
     tokenizers = family.load_tokenizers()
     length = family.text_length(task)
-    kept = family.kept_tokens(tokenizers, length)
-    kept_longer = family.kept_tokens(tokenizers, length + 1) if _may_be(family, task, length + 1) else kept
+    kept = family.max_tokens(tokenizers, length)
+    kept_longer = family.max_tokens(tokenizers, length + 1) if _may_be(family, task, length + 1) else kept
     notices = []
     for name, tokenizer in tokenizers.items():
         advice = "shorten them"
@@ -59,6 +59,6 @@ def _lost_tokens(family: Family, tokenizer: object, kept: int, texts: Sequence[s
     for first in range(0, len(unique), BATCH_TEXTS):
         batch = unique[first : first + BATCH_TEXTS]
         # Without `verbose=False` the tokenizer warns about texts above its limit, which the notices report already.
-        ids = tokenizer(family.cleaned(batch), truncation=False, verbose=False)["input_ids"]
+        ids = tokenizer(family.clean_prompts(batch), truncation=False, verbose=False)["input_ids"]
         lost.update({text: len(tokens) - kept for text, tokens in zip(batch, ids, strict=True) if len(tokens) > kept})
     return lost

@@ -77,7 +77,7 @@ class DiffusionNetwork(Network):
 
     def run(self, module: nn.Module, call: Call) -> Outputs:
         architecture, inputs = self.architecture, dict(call.inputs)
-        dtype = next(iter(architecture.entry(module).parameters())).dtype
+        dtype = next(iter(architecture.input_layer(module).parameters())).dtype
         latents, timesteps = inputs.pop("latents").to(dtype), inputs.pop("timesteps")
         names, blocks = self.block_names(call.module), []
         for name in call.wanted:

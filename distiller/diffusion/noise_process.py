@@ -51,7 +51,7 @@ class NoiseProcess(ABC):
     def timesteps(self, num_steps: int) -> list[float]:
         """Timesteps at which sampling in `num_steps` steps runs the network; some schedulers have several a step."""
         scheduler = self.load_scheduler()
-        self.begin(scheduler, num_steps, torch.device("cpu"))
+        self.set_timesteps(scheduler, num_steps, torch.device("cpu"))
         return scheduler.timesteps.float().tolist()
 
     @abstractmethod
@@ -63,7 +63,7 @@ class NoiseProcess(ABC):
         """The level at a share of noise in (0, 1), after the shift."""
 
     @abstractmethod
-    def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
+    def data_target(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
         """The target that follows from the data: the prediction that is right for x_0 `latents` and e `noise`.
 
         All three have the same shape.
@@ -78,7 +78,7 @@ class NoiseProcess(ABC):
         """A new scheduler of the pipeline, with the pipeline's settings. Raises UserError."""
 
     @abstractmethod
-    def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
+    def set_timesteps(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
         """Sets the scheduler's timesteps on the device, as the pipeline does."""
 
     @abstractmethod

@@ -31,7 +31,7 @@ class DiffusionSample:
     positive: Condition
     negative: Condition
     scale: float | None = None
-    truth: Tensor | None = None
+    data_target: Tensor | None = None
     stored: Tensor | None = None
 
 
@@ -81,14 +81,16 @@ class NoisedData(Dataset[DiffusionSample]):
             positive = self._text[self._empty_row]
         level = self._process.level(draw_noise_share(self._task.timesteps, self._shift, self._seed, epoch, sample_id))
         noise = rng.noise(self._seed, epoch, sample_id, self._latent_shape)
-        noisy, truth = noise, None
+        noisy, data_target = noise, None
         if self._store is not None:
             latents = self._store.latents(sample_id)
             noisy = level.signal * latents + level.noise * noise
-            truth = self._process.truth(latents, noise, level) if self._task.losses.true_data.weight else None
+            data_target = (
+                self._process.data_target(latents, noise, level) if self._task.losses.true_data.weight else None
+            )
         scale = self._scale(epoch, sample_id, level.timestep)
         return DiffusionSample(
-            sample_id, level.share, level.timestep, noisy, positive, negative, scale=scale, truth=truth
+            sample_id, level.share, level.timestep, noisy, positive, negative, scale=scale, data_target=data_target
         )
 
     def _stored_sample(self, epoch: int, sample_id: int, positive: Condition, negative: Condition) -> DiffusionSample:

@@ -189,11 +189,11 @@ def _draw_shard(setup: RolloutSetup, sample_ids: range) -> dict[str, torch.Tenso
     prompt_index = [sample_id // recipe.rollout.samples_per_prompt for sample_id in sample_ids]
     positive = family.stack([text[plan.text_rows[index]] for index in prompt_index], length)
     negative = family.stack([text[setup.negative_row]], length)
-    conditions = SamplingInputs.make(
+    sampling_inputs = SamplingInputs.make(
         recipe.seed, "rollout", sample_ids, plan.latent_shape, positive, negative, setup.ranks.device
     )
-    predict = guided_predictor(setup.teacher, setup.network, sample_ids, conditions, recipe.sampling.scales)
-    trajectory = draw(predict, setup.process, conditions, recipe.sampling.num_steps, plan.keeps_points)
+    predict = guided_predictor(setup.teacher, setup.network, sample_ids, sampling_inputs, recipe.sampling.scales)
+    trajectory = draw(predict, setup.process, sampling_inputs, recipe.sampling.num_steps, plan.keeps_points)
     dtype = getattr(torch, recipe.rollout.dtype)
     tensors = {"latents": trajectory.latents.to(dtype).cpu(), "prompt_index": torch.tensor(prompt_index)}
     if plan.keeps_points:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.diffusion.architecture import Architecture
-from distiller.diffusion.family import expanded
+from distiller.diffusion.family import expand_conditions
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.sampling import Predict, draw, guide, guided_predictor, scale_of
@@ -51,49 +51,53 @@ def draw_teacher(
     network: DiffusionNetwork,
     process: NoiseProcess,
     recipe: DiffusionRecipe,
-    conditions: SamplingInputs,
+    sampling_inputs: SamplingInputs,
 ) -> Tensor:
     """Latents that the teacher generates: [B, C, F, H, W] float32. Communicates if the teacher's placement does."""
 
     def predictor(part: SamplingInputs) -> Predict:
         return guided_predictor(teacher, network, range(len(part.noise)), part, recipe.sampling.scales)
 
-    return _draw_in_parts(predictor, process, recipe, conditions)
+    return _draw_in_parts(predictor, process, recipe, sampling_inputs)
 
 
 def draw_student(
-    network: DiffusionNetwork, student: Any, process: NoiseProcess, recipe: DiffusionRecipe, conditions: SamplingInputs
+    network: DiffusionNetwork,
+    student: Any,
+    process: NoiseProcess,
+    recipe: DiffusionRecipe,
+    sampling_inputs: SamplingInputs,
 ) -> Tensor:
     """Latents that the student generates: [B, C, F, H, W] float32. `network` is the teacher's."""
 
     def predictor(part: SamplingInputs) -> Predict:
         return student_predictor(network, student, part, student_scales(recipe))
 
-    return _draw_in_parts(predictor, process, recipe, conditions)
+    return _draw_in_parts(predictor, process, recipe, sampling_inputs)
 
 
 def _draw_in_parts(
     predictor: Callable[[SamplingInputs], Predict],
     process: NoiseProcess,
     recipe: DiffusionRecipe,
-    conditions: SamplingInputs,
+    sampling_inputs: SamplingInputs,
 ) -> Tensor:
     """Generates `evaluation.batch_size` samples at a time, since all of them may not fit into memory."""
-    parts = conditions.split(filled(recipe.evaluation.batch_size))
+    parts = sampling_inputs.split(filled(recipe.evaluation.batch_size))
     return torch.cat([draw(predictor(part), process, part, recipe.sampling.num_steps).latents for part in parts])
 
 
 def student_predictor(
-    network: DiffusionNetwork, student: Any, conditions: SamplingInputs, scales: tuple[float, float]
+    network: DiffusionNetwork, student: Any, sampling_inputs: SamplingInputs, scales: tuple[float, float]
 ) -> Predict:
     """The student as `predict` of `draw`, guided by `scales[i]` at timesteps of the teacher's network i.
 
     The student of a teacher with two experts is one network for all timesteps.
     """
     architecture = network.architecture
-    positive = {name: value.to(student.dtype) for name, value in conditions.positive.items()}
-    negative = expanded(
-        {name: value.to(student.dtype) for name, value in conditions.negative.items()}, len(conditions.noise)
+    positive = {name: value.to(student.dtype) for name, value in sampling_inputs.positive.items()}
+    negative = expand_conditions(
+        {name: value.to(student.dtype) for name, value in sampling_inputs.negative.items()}, len(sampling_inputs.noise)
     )
 
     def predict(latents: Tensor, timestep: Tensor) -> Tensor:

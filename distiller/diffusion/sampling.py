@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distiller.diffusion.family import expanded
+from distiller.diffusion.family import expand_conditions
 from distiller.diffusion.network import PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.sampling_inputs import SamplingInputs
@@ -37,7 +37,7 @@ class Trajectory:
 
 
 def draw(
-    predict: Predict, process: NoiseProcess, conditions: SamplingInputs, num_steps: int, keep_points: bool = False
+    predict: Predict, process: NoiseProcess, sampling_inputs: SamplingInputs, num_steps: int, keep_points: bool = False
 ) -> Trajectory:
     """Runs the sampling loop of the pipeline's `__call__` without gradients, from float32 noise to float32 latents.
 
@@ -48,11 +48,11 @@ def draw(
     """
     with torch.no_grad():
         scheduler = process.load_scheduler()
-        process.begin(scheduler, num_steps, conditions.noise.device)
+        process.set_timesteps(scheduler, num_steps, sampling_inputs.noise.device)
         options = {}
         if "generator" in inspect.signature(scheduler.step).parameters:
-            options["generator"] = conditions.generators()
-        latents = process.first_latents(scheduler, conditions.noise)
+            options["generator"] = sampling_inputs.generators()
+        latents = process.first_latents(scheduler, sampling_inputs.noise)
         trajectory = Trajectory(latents, scheduler.timesteps.float(), [], [])
         for timestep in scheduler.timesteps:
             point = process.model_input(scheduler, trajectory.latents, timestep)
@@ -70,7 +70,7 @@ def guided_predictor(
     teacher: Teacher,
     network: DiffusionNetwork,
     sample_ids: Sequence[int],
-    conditions: SamplingInputs,
+    sampling_inputs: SamplingInputs,
     scales: tuple[float, float],
 ) -> Predict:
     """The teacher as `predict` of `draw`: u + scale * (c - u), or only the conditional pass where `scale_of` is 1.
@@ -85,9 +85,9 @@ def guided_predictor(
         count = len(sample_ids)
         modules = network.route([float(timestep)] * count)
         scale = scale_of(scales, modules)
-        negative = expanded(conditions.negative, count) if scale != 1 else None
+        negative = expand_conditions(sampling_inputs.negative, count) if scale != 1 else None
         wanted = (PREDICTION, UNCONDITIONAL) if scale != 1 else (PREDICTION,)
-        inputs = inputs_of(latents, timestep.float().expand(count), conditions.positive, negative)
+        inputs = inputs_of(latents, timestep.float().expand(count), sampling_inputs.positive, negative)
         outputs = teacher.predict([Request(tuple(sample_ids), inputs, wanted, modules)])[0]
         return guide(outputs[PREDICTION], outputs[UNCONDITIONAL], scale) if scale != 1 else outputs[PREDICTION]
 

@@ -78,12 +78,12 @@ class Source:
         self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
 
-    def look_at(self) -> str | None:
+    def check_samples(self) -> str | None:
         """Reads some of the images whole and says how many; None if the data are not images. Raises UserError."""
         if self._recipe.data.kind != "images":
             return None
         size = self._recipe.task.size[1:]
-        return check_pictures(lambda number: load_image(self._images[number][0], *size), len(self._images))
+        return check_pictures(lambda index: load_image(self._images[index][0], *size), len(self._images))
 
     def prepare(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         """Encodes prompts and images unless their stages are complete; returns whether the rollout is still missing.
@@ -160,7 +160,9 @@ class Source:
             empty_row,
         )
 
-    def conditions(self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device) -> SamplingInputs:
+    def sampling_inputs(
+        self, prompts: Sequence[str], sample_ids: Sequence[int], device: torch.device
+    ) -> SamplingInputs:
         """Sampling inputs of prompts that are in the data or in `evaluation.sample_prompts`, on the device.
 
         The noise is that of the rollout's samples with the same ids.

@@ -18,7 +18,7 @@ from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import check_weights, model_files
 from distiller.errors import UserError
 from distiller.storage.json_files import read_json_object
-from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.packaged_files import local_path, search_note
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.student_module import TrainedStudent
@@ -36,7 +36,7 @@ def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
     """
     architecture, teacher = family.architecture, family.teacher_config
     config = _cut_config(student, architecture, teacher) if student.from_teacher else _read_config(student, family)
-    for key, name in architecture.shared.items():
+    for key, name in architecture.keys_equal_to_teacher.items():
         student_value, teacher_value = config[key], teacher[key]
         if student_value != teacher_value:
             raise UserError(
@@ -130,17 +130,18 @@ def _cut_config(student: DiffusionStudent, architecture: Architecture, teacher: 
         wanted = getattr(student, key)
         if wanted is None:
             continue
-        if key not in architecture.cuts:
-            known = ", ".join(f"student.{name}" for name in architecture.cuts)
+        if key not in architecture.cut_keys:
+            known = ", ".join(f"student.{name}" for name in architecture.cut_keys)
             raise UserError(f"student.{key}: a {architecture.name} is not cut by it but by {known}; remove it")
-        size = teacher[architecture.cuts[key]]
+        size = teacher[architecture.cut_keys[key]]
         if not isinstance(size, int):
             raise UserError(
-                f"student.{key}: the teacher's {architecture.cuts[key]} is {size}, not one number; give student.config"
+                f"student.{key}: the teacher's {architecture.cut_keys[key]} is {size}, not one number; give "
+                "student.config"
             )
         if wanted > size:
             raise UserError(f"student.{key} is {wanted} and the teacher has only {size}; lower it")
-        config[architecture.cuts[key]] = wanted
+        config[architecture.cut_keys[key]] = wanted
     architecture.finish_cut(config, teacher)
     return config
 
@@ -152,7 +153,7 @@ def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
         file, key = local_path(student.config), "student.config"
     else:
         file, key = _model_folder(student, architecture) / "config.json", "student.path"
-    missing = f"{key}: {file} does not exist{looked_for(file)}; give a config.json of {architecture.name}"
+    missing = f"{key}: {file} does not exist{search_note(file)}; give a config.json of {architecture.name}"
     config = read_json_object(file, f"{key}: {file}", missing)
     defaults = architecture.defaults()
     architecture.check_config(defaults | config, f"{key}: {file}")

@@ -23,7 +23,7 @@ from distiller.diffusion.checks import (
     size_notes,
 )
 from distiller.diffusion.defaults import with_pipeline_defaults
-from distiller.diffusion.evaluation import Pair, compare, embed_prompts
+from distiller.diffusion.evaluation import Comparison, compare, embed_prompts
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.judges import check_judge, find_judge
 from distiller.diffusion.long_texts import long_text_notices
@@ -101,7 +101,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
 
     def check_samples(self) -> str | None:
-        return self._source.look_at()
+        return self._source.check_samples()
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         return self._source.prepare(ranks, dtype)
@@ -199,8 +199,8 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
             terms["features"] = feature_loss(features, teacher_outputs, self._feature_names)
             total = total + losses.features.weight * terms["features"]
         if losses.true_data.weight:
-            assert batch.truth is not None
-            terms["true_data"] = mean_squared_error(prediction, batch.truth).sum()
+            assert batch.data_target is not None
+            terms["true_data"] = mean_squared_error(prediction, batch.data_target).sum()
             total = total + losses.true_data.weight * terms["true_data"]
         return LossSum(total, {name: term.detach() for name, term in terms.items()})
 
@@ -216,15 +216,15 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         if teacher is not None and self._recipe.evaluation.sample_prompts:
             prompts = list(self._recipe.evaluation.sample_prompts[:MAX_SAMPLES])
             sample_ids = range(len(prompts))
-        conditions = source.conditions(prompts, sample_ids, device)
+        sampling_inputs = source.sampling_inputs(prompts, sample_ids, device)
         # Every rank runs the teacher, since some placements communicate in `predict`; only rank 0 samples the student.
         if teacher is not None:
-            rows = {"teacher": draw_teacher(teacher, self.network, self._process, self._recipe, conditions)}
+            rows = {"teacher": draw_teacher(teacher, self.network, self._process, self._recipe, sampling_inputs)}
         else:
             known = source.known_latents(sample_ids)
             rows = {} if known is None else {"teacher" if self._recipe.data.kind == "prompts" else "data": known}
         if accelerator.is_main_process:
-            rows["student"] = self._draw_student(run_dir, conditions, device)
+            rows["student"] = self._draw_student(run_dir, sampling_inputs, device)
             write_grid(rows, prompts, self.family.load_vae(device), run_dir / "samples.png")
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
@@ -237,8 +237,8 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         student = load_student(self.family.architecture, run_dir, self._length, device)
         embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        pair = Pair(self._recipe, self.family, self._process, self.network, teacher, student)
-        report = compare(pair, embedded, labels, judge, dtype, device)
+        comparison = Comparison(self._recipe, self.family, self._process, self.network, teacher, student)
+        report = compare(comparison, embedded, labels, judge, dtype, device)
         teacher.close()
         student_params, teacher_params = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {
@@ -261,14 +261,14 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         positive = embed(self.family, encoder, prompts, self._length)
         negative = embed(self.family, encoder, [self._task.guidance.negative_prompt], self._length)
         ids = range(len(prompts))
-        conditions = SamplingInputs.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
+        sampling_inputs = SamplingInputs.make(seed, "sample", ids, self._latent_shape, positive, negative, device)
         # Free the text encoder first: where the teacher is placed may depend on free memory.
         del encoder
-        student_latents = self._draw_student(run_dir, conditions, device)
+        student_latents = self._draw_student(run_dir, sampling_inputs, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
-        teacher_latents = draw_teacher(teacher, self.network, self._process, self._recipe, conditions)
+        teacher_latents = draw_teacher(teacher, self.network, self._process, self._recipe, sampling_inputs)
         teacher.close()
         write_grid(
             {"teacher": teacher_latents, "student": student_latents}, prompts, self.family.load_vae(device), output
@@ -283,10 +283,10 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         }
         return long_text_notices(self.family, self._task, groups)
 
-    def _draw_student(self, run_dir: Path, conditions: SamplingInputs, device: torch.device) -> Tensor:
+    def _draw_student(self, run_dir: Path, sampling_inputs: SamplingInputs, device: torch.device) -> Tensor:
         """Latents [B, C, F, H, W] float32 that the exported student of a run generates."""
         student = load_student(self.family.architecture, run_dir, self._length, device)
-        return draw_student(self.network, student, self._process, self._recipe, conditions)
+        return draw_student(self.network, student, self._process, self._recipe, sampling_inputs)
 
     def _with_projections(self, model: Any) -> DistilledStudent:
         """The model with one projection for each pair of matched blocks; without projections if features weigh 0."""

@@ -27,7 +27,7 @@ BATCH_PROMPTS = 64
 
 
 def text_stage(
-    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, places: Path | StageFolders
+    family: Family, prompts: Sequence[str], length: int, dtype: torch.dtype, tf32: bool, folders: Path | StageFolders
 ) -> Stage:
     """The stage that holds the embeddings of these prompts, in this order.
 
@@ -46,7 +46,7 @@ def text_stage(
         "prompts": digest_of(list(prompts)),
         **family.text_key(),
     }
-    return Stage("text", key, places)
+    return Stage("text", key, folders)
 
 
 def embedding_key(stage: Stage) -> dict[str, Any]:

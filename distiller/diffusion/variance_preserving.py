@@ -74,7 +74,7 @@ class VariancePreserving(NoiseProcess):
         alpha = self._alphas[timestep]
         return NoiseLevel(share, float(timestep), alpha**0.5, (1 - alpha) ** 0.5)
 
-    def truth(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
+    def data_target(self, latents: Tensor, noise: Tensor, level: NoiseLevel) -> Tensor:
         return noise if self.prediction_type == "epsilon" else level.signal * noise - level.noise * latents
 
     def key(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class VariancePreserving(NoiseProcess):
             pipeline = StableDiffusionPipeline(scheduler=scheduler, requires_safety_checker=False, **no_components)
         return pipeline.scheduler
 
-    def begin(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
+    def set_timesteps(self, scheduler: Any, num_steps: int, device: torch.device) -> None:
         scheduler.set_timesteps(num_steps, device=device)
 
     def first_latents(self, scheduler: Any, noise: Tensor) -> Tensor:

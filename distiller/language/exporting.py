@@ -16,12 +16,12 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
 from distiller.language.evaluation import FrozenModel
-from distiller.language.generation import students_hidden
+from distiller.language.generation import model_hidden_states
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 from distiller.tasks.student_module import damaged_student, exported_folder, model_state
 
-COMPANIONS = (
+TOKENIZER_FILES = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt"),
     *("*.model", "chat_template*", "additional_chat_templates/*", "generation_config.json"),
 )
@@ -29,7 +29,7 @@ COMPANIONS = (
 
 
 def export_student(
-    student: StudentModel, tokenizer_folder: Path, known: TokenIds, state: Mapping[str, Tensor], folder: Path
+    student: StudentModel, tokenizer_folder: Path, token_ids: TokenIds, state: Mapping[str, Tensor], folder: Path
 ) -> None:
     """Writes the model (a tied tensor once, in the dtype of `state`) and its tokenizer as a transformers folder.
 
@@ -39,7 +39,7 @@ def export_student(
     Args:
         student: the recipe's student.
         tokenizer_folder: the folder of the tokenizer with which the student was trained.
-        known: the ids that stand for a token.
+        token_ids: the ids that stand for a token.
         state: the full state of `LanguageStudent`; a tied tensor may have one of its names only.
         folder: where the files are written.
 
@@ -60,11 +60,13 @@ def export_student(
             "recipe that it was trained by"
         )
     model.save_pretrained(folder)
-    for file in sorted({file for pattern in COMPANIONS for file in tokenizer_folder.glob(pattern) if file.is_file()}):
+    for file in sorted(
+        {file for pattern in TOKENIZER_FILES for file in tokenizer_folder.glob(pattern) if file.is_file()}
+    ):
         copy = folder / file.relative_to(tokenizer_folder)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
-    _suppress(folder / "generation_config.json", known.unused(student.spec.vocabulary))
+    _suppress(folder / "generation_config.json", token_ids.unused(student.spec.vocabulary))
 
 
 def _suppress(file: Path, unused: list[int]) -> None:
@@ -109,4 +111,4 @@ def frozen_model(model: Any, device: torch.device, change: LogitChange, ids: Tok
     """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()
-    return FrozenModel(students_hidden(model), Head(output.weight, output.bias, change, ids))
+    return FrozenModel(model_hidden_states(model), Head(output.weight, output.bias, change, ids))

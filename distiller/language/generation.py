@@ -47,7 +47,7 @@ def generate_greedily(
     return [row[len(prompt) :] for row, prompt in zip(rows, prompt_ids, strict=True)]
 
 
-def teachers_hidden(teacher: Teacher) -> HiddenOf:
+def teacher_hidden_states(teacher: Teacher) -> HiddenOf:
     """Hidden states of a teacher in any placement. Communicates as the placement does: every rank must call it."""
 
     def hidden_of(batch: LanguageBatch) -> Tensor:
@@ -57,7 +57,7 @@ def teachers_hidden(teacher: Teacher) -> HiddenOf:
     return hidden_of
 
 
-def students_hidden(model: Any) -> HiddenOf:
+def model_hidden_states(model: Any) -> HiddenOf:
     """Hidden states of a model of transformers, without gradients."""
 
     def hidden_of(batch: LanguageBatch) -> Tensor:

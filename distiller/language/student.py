@@ -87,7 +87,7 @@ class StudentModel:
         """The whole model on the meta device, in float32."""
         return self.spec.new_skeleton()
 
-    def build(self, known: TokenIds) -> Any:
+    def build(self, token_ids: TokenIds) -> Any:
         """The model with its initial weights, on the CPU in float32, the same on every rank.
 
         Does not communicate, and does not change the global random state.
@@ -97,13 +97,13 @@ class StudentModel:
         geometric mean of theirs. Training lowers it further.
 
         Args:
-            known: the ids that stand for a token, all of them below the model's vocabulary.
+            token_ids: the ids that stand for a token, all of them below the model's vocabulary.
 
         Raises:
             UserError: the weights cannot be read, or lack a tensor.
         """
         model = self._made()
-        _level_unused(model.get_output_embeddings(), known)
+        _average_unused_rows(model.get_output_embeddings(), token_ids)
         return model
 
     def _made(self) -> Any:
@@ -240,7 +240,7 @@ def _check_at_most(key: str, wanted: int, limit: int) -> None:
 
 
 @torch.no_grad()
-def _level_unused(output: Any, ids: TokenIds) -> None:
+def _average_unused_rows(output: Any, ids: TokenIds) -> None:
     """Sets the rows and biases of ids that stand for no token to the mean of all other rows and biases, in place."""
     tensors = [tensor for tensor in (output.weight, output.bias) if tensor is not None]
     if unused := ids.unused(len(output.weight)):

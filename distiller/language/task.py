@@ -26,7 +26,7 @@ from distiller.language.data.packing import TextData
 from distiller.language.data.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.evaluation import FrozenModel, compare
 from distiller.language.exporting import export_student, frozen_model, read_exported
-from distiller.language.generation import generate_greedily, teachers_hidden, write_texts
+from distiller.language.generation import generate_greedily, teacher_hidden_states, write_texts
 from distiller.language.loss.chunked_loss import HiddenTarget, Target
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.files import find_model
@@ -63,7 +63,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         check_models(recipe, self.files, self._student)
         shared = min(self.files.spec.vocabulary, self._student.spec.vocabulary)
         self._source = LanguageSource(recipe, self.files.root, trusts_code, shared)
-        self._own, self._other_reading = own_tokenizer(recipe, self.files, self._student.files)
+        self._own, self._tokenizer_difference = own_tokenizer(recipe, self.files, self._student.files)
         self._known = self.network.ids
         if self._own is not None:
             self._known = TokenIds.of(self._own.tokenizer, below=self._student.spec.vocabulary)
@@ -88,10 +88,10 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
     def notices(self) -> list[str]:
         sizes = self.files.spec.vocabulary, self._student.spec.vocabulary
         lines = vocabulary_notices(self.files.tokenizer, *sizes, self.network.ids)
-        if self._other_reading is not None:
+        if self._tokenizer_difference is not None:
             lines.append(
-                f"{self._student.origin}: its tokenizer reads the data otherwise ({self._other_reading}); the student "
-                "learns the teacher's tokens and is exported with the teacher's tokenizer"
+                f"{self._student.origin}: its tokenizer reads the data otherwise ({self._tokenizer_difference}); the "
+                "student learns the teacher's tokens and is exported with the teacher's tokenizer"
             )
         if self._student.dropout:
             keys = ", ".join(self._student.dropout)
@@ -240,7 +240,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         texts = {}
         if teacher is not None:
             assert self._head is not None, "load_data loads it"
-            texts["teacher"] = self._continue(FrozenModel(teachers_hidden(teacher), self._head), prompt_ids)
+            texts["teacher"] = self._continue(FrozenModel(teacher_hidden_states(teacher), self._head), prompt_ids)
         if accelerator.is_main_process:
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), prompt_ids)
             write_texts(run_dir / "samples.txt", self.files.tokenizer, prompt_ids, texts)
@@ -258,7 +258,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         untrained = frozen_model(self._student.build(self._known), device, *logit_options)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         with closing(teacher):
-            teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+            teacher_model = FrozenModel(teacher_hidden_states(teacher), self.network.load_head(dtype, device))
             students = {"student": trained, "untrained_student": untrained}
             report = compare(teacher_model, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
         student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
@@ -283,7 +283,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         student = self._read_student(run_dir, device)
         teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
         with closing(teacher):
-            teacher_model = FrozenModel(teachers_hidden(teacher), self.network.load_head(dtype, device))
+            teacher_model = FrozenModel(teacher_hidden_states(teacher), self.network.load_head(dtype, device))
             texts = {
                 "teacher": self._continue(teacher_model, prompt_ids),
                 "student": self._continue(student, prompt_ids),

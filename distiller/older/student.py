@@ -8,7 +8,7 @@ from typing import Any
 
 from distiller.errors import UserError
 
-MARKS = ("hidden_size", "depth")
+OLDER_KEYS = ("hidden_size", "depth")
 """Keys that an older config has and diffusers' config has not."""
 REQUIRED = ("hidden_size", "depth", "num_heads")
 NUMBERS = (
@@ -39,7 +39,7 @@ class TranslatedStudent:
 
 def is_older(config: Any) -> bool:
     """Whether this is an older config and not one of diffusers."""
-    return isinstance(config, Mapping) and any(key in config for key in MARKS)
+    return isinstance(config, Mapping) and any(key in config for key in OLDER_KEYS)
 
 
 def translate_student(

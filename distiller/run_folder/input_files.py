@@ -31,7 +31,7 @@ NOT_READ = ("feature_extractor", "image_encoder", "safety_checker")
 """Components of pipelines that no task loads."""
 NETWORKS = ("transformer", "unet")
 """Components that are read of a folder without an index."""
-MOST_DATA_FILES = 256
+MAX_DATA_FILES = 256
 BLOCK_BYTES, NUM_BLOCKS = 4096, 64
 
 Digests = dict[str, str]
@@ -50,8 +50,8 @@ def digest_input(recipe: Recipe, key: str) -> Digests | None:
         return None
     if key == "data.path":
         files = list(_data_files(value))
-        step = max(len(files) / MOST_DATA_FILES, 1.0)
-        files = [files[int(i * step)] for i in range(min(len(files), MOST_DATA_FILES))]
+        step = max(len(files) / MAX_DATA_FILES, 1.0)
+        files = [files[int(i * step)] for i in range(min(len(files), MAX_DATA_FILES))]
     else:
         files = list(_model_files(value, recipe.teacher if section == "teacher" else None))
     return {relative: _digest(file) for relative, file in files} or None

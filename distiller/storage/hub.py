@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from distiller.errors import UserError
-from distiller.storage.packaged_files import looked_for
+from distiller.storage.packaged_files import search_note
 from distiller.storage.saved_model import TRANSFORMERS_NAME, index_of
 from distiller.storage.weight_files import read_header
 
@@ -59,7 +59,7 @@ def find_root(
     if os.path.exists(local):
         raise UserError(f"{section}.path: {path} is a file; give the folder that holds {content}")
     if not looks_like_hub_id(path):
-        raise UserError(f"{section}.path: {path} is neither a folder nor a hub id (owner/name){looked_for(local)}")
+        raise UserError(f"{section}.path: {path} is neither a folder nor a hub id (owner/name){search_note(local)}")
     return download(section, path, revision, patterns), True
 
 
@@ -72,7 +72,7 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
     Raises:
         UserError: every failure, in one line that names the id and the way to work offline.
     """
-    where = looked_for(Path(name))
+    where = search_note(Path(name))
     offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
     try:
         return Path(

@@ -54,7 +54,7 @@ def local_path(name: str) -> Path:
     return path
 
 
-def looked_for(path: Path) -> str:
+def search_note(path: Path) -> str:
     """For messages: the absolute form of a relative path that does not exist, in brackets; '' for an absolute path."""
     return "" if path.is_absolute() else f" (looked for {path.absolute()})"
 

@@ -33,7 +33,7 @@ from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
 from distiller.teachers.weights.loading import ModulePlan, load_units, plan_modules
 
 CPU = torch.device("cpu")
-NUM_WIDE_SLOTS = 2
+NUM_FLOAT32_BUFFERS = 2
 """Float32 buffers: one block computes while the next one is converted."""
 
 
@@ -57,7 +57,7 @@ class CpuTeacher(Teacher):
             bind(plan.module, unit, self._host.piece(index))
             self._modules[plan.name] = plan.module
         self._own_bytes = sum(own_buffer_bytes(module) for module in self._modules.values())
-        self._wide: _WideModules | None = None
+        self._float32_modules: _Float32Modules | None = None
         has_blocks = any(network.block_names(plan.name) for plan in plans)
         self._is_decided = setup.dtype == torch.float32 or not has_blocks
 
@@ -66,13 +66,13 @@ class CpuTeacher(Teacher):
             return answer(self._network, requests, self._run)
 
     def memory(self) -> TeacherMemory:
-        own = self._own_bytes + (self._wide.num_bytes if self._wide else 0)
+        own = self._own_bytes + (self._float32_modules.num_bytes if self._float32_modules else 0)
         return TeacherMemory(host_bytes=self._host.num_bytes + own * self._ranks.local_world_size)
 
     def close(self) -> None:
-        if self._wide is not None:
-            self._wide.close()
-            self._wide = None
+        if self._float32_modules is not None:
+            self._float32_modules.close()
+            self._float32_modules = None
         self._modules.clear()
         self._host.close()
 
@@ -86,8 +86,8 @@ class CpuTeacher(Teacher):
         cpu_agenda = [(name, [move_call(call, CPU) for call in calls]) for name, calls in agenda]
         if not self._is_decided:
             self._decide(cpu_agenda[0][1][0])
-        if self._wide is not None:
-            results = self._wide.passing.run(cpu_agenda)
+        if self._float32_modules is not None:
+            results = self._float32_modules.offloaded_modules.run(cpu_agenda)
         else:
             results = run_module_calls(self._network, self._modules, cpu_agenda)
         device = self._ranks.device
@@ -98,78 +98,80 @@ class CpuTeacher(Teacher):
 
     def _decide(self, call: Call) -> None:
         """Chooses `teacher.dtype` or float32, by the time of one block on rank 0; called once. Communicates."""
-        name, wide = call.module, _WideModules(self._network, self._modules, self._host)
+        name, float32_modules = call.module, _Float32Modules(self._network, self._modules, self._host)
 
         def ratio() -> float:
             blocks = self._network.block_names(name)[:2]
             if not blocks:
                 return math.nan
-            narrow_s = _block_time(self._network, self._modules[name], blocks, call)
-            copy_blocks = partial(wide.passing.prefetch, name, len(blocks))
-            return narrow_s / _block_time(self._network, wide.modules[name], blocks, call, copy_blocks)
+            own_dtype_s = _block_time(self._network, self._modules[name], blocks, call)
+            copy_blocks = partial(float32_modules.offloaded_modules.prefetch, name, len(blocks))
+            return own_dtype_s / _block_time(self._network, float32_modules.modules[name], blocks, call, copy_blocks)
 
         # Not a number where the call leaves these blocks out: then nothing is compared, and `teacher.dtype` stays.
         speed = self._ranks.broadcast_from_main(ratio)
         self._is_decided, own_name = True, str(self._dtype).removeprefix("torch.")
         if speed > 1:
-            self._wide = wide
+            self._float32_modules = float32_modules
         else:
-            wide.close()
+            float32_modules.close()
         if self._ranks.is_main:
             chosen = f"float32, {speed:.1f} times as fast as" if speed > 1 else f"{own_name}, float32 is no faster than"
             print(f"teacher.placement cpu: a block computes in {chosen} {own_name} here")
 
 
 @final
-class _WideModules:
+class _Float32Modules:
     """The modules in float32: blocks are converted each time they run, everything else once.
 
     Attributes:
         num_bytes: of the buffers and of the float32 weights outside of blocks.
     """
 
-    def __init__(self, network: Network, narrow: Mapping[str, nn.Module], host: HostCopy) -> None:
+    def __init__(self, network: Network, modules: Mapping[str, nn.Module], host: HostCopy) -> None:
         self.modules: dict[str, nn.Module] = {}
         offloaded, self._sources, self.num_bytes, index = [], [], 0, 0
-        for name, module in narrow.items():
-            wide = network.skeleton(name, torch.float32)
+        for name, module in modules.items():
+            float32_module = network.skeleton(name, torch.float32)
             blocks = network.block_names(name)
-            for wide_unit, narrow_unit in zip(lay_out(wide, blocks), lay_out(module, blocks), strict=True):
+            for float32_unit, held_unit in zip(lay_out(float32_module, blocks), lay_out(module, blocks), strict=True):
                 source = host.piece(index)
                 index += 1
-                if wide_unit.name in blocks:
-                    offloaded.append(OffloadedBlock(name, wide, wide_unit))
-                    self._sources.append((wide_unit, narrow_unit, source))
+                if float32_unit.name in blocks:
+                    offloaded.append(OffloadedBlock(name, float32_module, float32_unit))
+                    self._sources.append((float32_unit, held_unit, source))
                     continue
-                buffer = torch.empty(wide_unit.num_bytes, dtype=torch.uint8)
-                _widen(wide_unit, narrow_unit, source, buffer)
-                bind(wide, wide_unit, buffer)
+                buffer = torch.empty(float32_unit.num_bytes, dtype=torch.uint8)
+                _convert(float32_unit, held_unit, source, buffer)
+                bind(float32_module, float32_unit, buffer)
                 self.num_bytes += buffer.nbytes
-            self.modules[name] = wide
+            self.modules[name] = float32_module
         buffers = allocate_buffers(
-            max(block.unit.num_bytes for block in offloaded), min(NUM_WIDE_SLOTS, len(offloaded)), CPU
+            max(block.unit.num_bytes for block in offloaded), min(NUM_FLOAT32_BUFFERS, len(offloaded)), CPU
         )
         self.num_bytes += sum(pool_buffer.data.nbytes for pool_buffer in buffers)
-        copier = ThreadCopier(partial(_widen_unit, self._sources))
-        self.passing = OffloadedModules(network, dict(self.modules), offloaded, buffers, copier, CPU, amortise=True)
+        copier = ThreadCopier(partial(_convert_unit, self._sources))
+        self.offloaded_modules = OffloadedModules(
+            network, dict(self.modules), offloaded, buffers, copier, CPU, amortise=True
+        )
 
     def close(self) -> None:
         """Ends the thread that converts, and drops the references to the host copy."""
-        self.passing.close()
+        self.offloaded_modules.close()
         self.modules.clear()
         self._sources.clear()
 
 
-def _widen_unit(sources: list, unit: int, buffer: Tensor) -> None:
+def _convert_unit(sources: list, unit: int, buffer: Tensor) -> None:
     """Converts the block with index `unit` in `sources` to float32, into `buffer`."""
-    wide_unit, narrow_unit, source = sources[unit]
-    _widen(wide_unit, narrow_unit, source, buffer)
+    float32_unit, held_unit, source = sources[unit]
+    _convert(float32_unit, held_unit, source, buffer)
 
 
-def _widen(ours, theirs, source: Tensor, buffer: Tensor) -> None:
-    """Converts a unit from `source` (layout `theirs`) into `buffer` (layout `ours`): uint8, 1-D, on the CPU."""
-    for wide, narrow in zip(ours.entries, theirs.entries, strict=True):
-        wide.view(buffer).copy_(narrow.view(source))
+def _convert(float32_unit, held_unit, source: Tensor, buffer: Tensor) -> None:
+    """Converts a unit from `source` (layout: `held_unit`) to `buffer` (`float32_unit`): uint8, 1-D, on the CPU."""
+    for float32_entry, held_entry in zip(float32_unit.entries, held_unit.entries, strict=True):
+        float32_entry.view(buffer).copy_(held_entry.view(source))
 
 
 @final

@@ -46,27 +46,27 @@ class DiskTeacher(Teacher):
             kept = [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]
             self._resident_bytes += load_on_all_ranks(plan, kept, setup.ranks) + own_buffer_bytes(plan.module)
         buffers = allocate_buffers(max_block_bytes, min(options.ring_blocks, len(blocks)), device)
-        self._slot_bytes = sum(buffer.data.nbytes for buffer in buffers)
+        self._buffer_bytes = sum(buffer.data.nbytes for buffer in buffers)
         reader = FileReader(sources, options.read_threads)
         if self._staging is not None:
             copier = FileCopier(reader, [self._staging.piece(index) for index in range(NUM_STAGING)], device)
         else:
             copier = ThreadCopier(reader.read, reader.close)
         modules = {plan.name: plan.module for plan in self._plans}
-        self._passing = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
+        self._offloaded_modules = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        return answer(self._network, requests, self._passing.run)
+        return answer(self._network, requests, self._offloaded_modules.run)
 
     def memory(self) -> TeacherMemory:
-        own_bytes, num_ranks = self._resident_bytes + self._slot_bytes, self._ranks.local_world_size
+        own_bytes, num_ranks = self._resident_bytes + self._buffer_bytes, self._ranks.local_world_size
         if self._ranks.device.type == "cpu":
             return TeacherMemory(host_bytes=own_bytes * num_ranks)
         staging_bytes = 0 if self._staging is None else self._staging.num_bytes
         return TeacherMemory(own_bytes, staging_bytes * num_ranks)
 
     def close(self) -> None:
-        self._passing.close()
+        self._offloaded_modules.close()
         if self._staging is not None:
             self._staging.close()
             self._staging = None

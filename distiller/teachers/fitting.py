@@ -47,7 +47,7 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
             separate_shared_names(plan)
         return plans, setup.ranks.gather_on_node(setup.ranks.device.index or 0)
 
-    def look(placement: str, kept_share: float) -> Packing:
+    def pack_on_nodes(placement: str, kept_share: float) -> Packing:
         plans, gpus_of_ranks = skeletons()
         rule = PLACEMENTS[placement].import_class().map_rule(setup.options)
 
@@ -59,7 +59,7 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
         packings = setup.ranks.gather(setup.ranks.broadcast_from_local_main(on_node))
         return next((packing for packing in packings if not packing.fits), packings[0])
 
-    return look
+    return pack_on_nodes
 
 
 def fitting(

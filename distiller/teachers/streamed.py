@@ -48,8 +48,8 @@ class StreamedTeacher(Teacher):
         if device.type == "cuda" and options.pin_memory:
             setup.ranks.all_succeed(self._host.page_lock)
         buffers = allocate_buffers(max(sizes, default=0), min(options.ring_blocks, len(blocks)), device)
-        self._slot_bytes = sum(buffer.data.nbytes for buffer in buffers)
-        copier = self._feed(buffers)
+        self._buffer_bytes = sum(buffer.data.nbytes for buffer in buffers)
+        copier = self._make_copier(buffers)
 
         self._resident_bytes = 0
         for plan in plans:
@@ -62,28 +62,28 @@ class StreamedTeacher(Teacher):
         for plan in plans:
             plan.close_files()
         modules = {plan.name: plan.module for plan in plans}
-        self._passing = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
+        self._offloaded_modules = OffloadedModules(network, modules, blocks, buffers, copier, device, options.amortise)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
-        return answer(self._network, requests, self._passing.run, self._ranks if self._is_sharing else None)
+        return answer(self._network, requests, self._offloaded_modules.run, self._ranks if self._is_sharing else None)
 
     def memory(self) -> TeacherMemory:
-        own_bytes = self._resident_bytes + self._slot_bytes
+        own_bytes = self._resident_bytes + self._buffer_bytes
         if self._ranks.device.type == "cpu":
             return TeacherMemory(host_bytes=own_bytes * self._ranks.local_world_size + self._host.num_bytes)
         return TeacherMemory(own_bytes, self._host.num_bytes)
 
     def close(self) -> None:
-        self._passing.close()
+        self._offloaded_modules.close()
         self._host.close()
 
-    def _feed(self, slots: Sequence[BlockBuffer]) -> Copier:
+    def _make_copier(self, buffers: Sequence[BlockBuffer]) -> Copier:
         """The copier that fills these buffers. Communicates where the ranks share transfers."""
         ranks, pieces = self._ranks, self._host.piece
         on_gpu = ranks.device.type == "cuda"
-        if self._is_sharing and slots:
+        if self._is_sharing and buffers:
             if on_gpu and has_peer_access(ranks):
-                return PeerCopier(pieces, slots, ranks)
+                return PeerCopier(pieces, buffers, ranks)
             return GatherCopier(pieces, ranks.device, ranks.new_node_group())
         if on_gpu:
             return HostCopier(pieces, ranks.device)

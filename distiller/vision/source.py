@@ -21,8 +21,8 @@ class PictureSource:
     """The pictures of one recipe. The constructor reads names and classes only. Does not communicate.
 
     Attributes:
-        training, held_out, teachers: data sets, indexed by (epoch, index in the data set). `teachers` holds all
-            pictures that are not held out, `training` the first `data.max_samples` of them.
+        training, held_out, teacher_training: data sets, indexed by (epoch, index in the data set). `teacher_training`
+            holds all pictures that are not held out, `training` the first `data.max_samples` of them.
         data_digest: of names, classes and split; a resumed run must have the same.
         notices: what is left out of the data, a line each.
     """
@@ -42,19 +42,21 @@ class PictureSource:
         if not trained_on:
             raise UserError(f"{origin} leaves nothing to train on with data.held_out {data.held_out:g}; lower it")
 
-        def some(places: Sequence[int], kind: str, crop_scale: float, seed: int) -> PictureData:
+        def picture_data(places: Sequence[int], kind: str, crop_scale: float, seed: int) -> PictureData:
             return PictureData(pictures, places, teacher_classes, processor, Augmentation(kind, crop_scale), seed)
 
-        self.training = some(trained_on[: data.max_samples], data.augmentation, data.crop_scale, recipe.seed)
-        self.held_out = some(held_out, "none", 1.0, recipe.seed)
+        self.training = picture_data(trained_on[: data.max_samples], data.augmentation, data.crop_scale, recipe.seed)
+        self.held_out = picture_data(held_out, "none", 1.0, recipe.seed)
         teacher_training = recipe.teacher_training
-        self.teachers = some(trained_on, teacher_training.augmentation, data.crop_scale, teacher_training.seed)
+        self.teacher_training = picture_data(
+            trained_on, teacher_training.augmentation, data.crop_scale, teacher_training.seed
+        )
         # With the order of the training pictures, since a sample id is an index into it.
         self.data_digest = digest_of([list(pictures.names), list(pictures.classes), trained_on])
 
-    def look_at(self, num_channels: int) -> str:
+    def check_samples(self, num_channels: int) -> str:
         """Reads some of the pictures, and returns a line that says how many. UserError for one that cannot be read."""
-        return check_pictures(lambda number: self._pictures.read(number, num_channels), len(self._pictures.classes))
+        return check_pictures(lambda index: self._pictures.read(index, num_channels), len(self._pictures.classes))
 
     @cached_property
     def contents_digest(self) -> str:

@@ -24,7 +24,7 @@ from distiller.data.pictures import (
 )
 from distiller.distributed.importing import import_object
 from distiller.errors import RunError, UserError
-from distiller.storage.packaged_files import looked_for
+from distiller.storage.packaged_files import search_note
 from distiller.vision.files import Picture
 from distiller.vision.picture_digest import contents_digest
 
@@ -55,8 +55,8 @@ class Pictures(ABC):
         """
 
     @abstractmethod
-    def read(self, number: int, num_channels: int) -> Picture:
-        """Picture `number`, uint8 [H, W, num_channels]; 1 channel is grey, 3 are RGB. RunError if it is unreadable."""
+    def read(self, index: int, num_channels: int) -> Picture:
+        """Picture `index`, uint8 [H, W, num_channels]; 1 channel is grey, 3 are RGB. RunError if it is unreadable."""
 
 
 class FolderPictures(Pictures):
@@ -66,7 +66,7 @@ class FolderPictures(Pictures):
         """Raises UserError where `path` is no folder, or a class has no picture. Reads no file's content."""
         if not os.path.isdir(path):
             raise UserError(
-                f"data.path: {path} is not a folder{looked_for(path)}; data.kind=images needs one with a folder for "
+                f"data.path: {path} is not a folder{search_note(path)}; data.kind=images needs one with a folder for "
                 "each class"
             )
         folders = folders_in(path)
@@ -88,8 +88,8 @@ class FolderPictures(Pictures):
     def contents(self) -> Any:
         return [READER_VERSION, contents_digest(self._files)]
 
-    def read(self, number: int, num_channels: int) -> Picture:
-        file = self._files[number]
+    def read(self, index: int, num_channels: int) -> Picture:
+        file = self._files[index]
         try:
             return open_picture(file, num_channels)
         except UnreadablePictureError as error:
@@ -141,12 +141,12 @@ class DatasetPictures(Pictures):
     def contents(self) -> Any:
         return [READER_VERSION, str(self._loaded._fingerprint), self._column]
 
-    def read(self, number: int, num_channels: int) -> Picture:
+    def read(self, index: int, num_channels: int) -> Picture:
         try:
-            return pixels_of(self._loaded[number][self._column], num_channels)
+            return pixels_of(self._loaded[index][self._column], num_channels)
         except Exception as error:
             # An empty cell, or any error of Pillow's readers for damaged bytes.
-            raise RunError(f"row {number} of the data set holds no readable image ({error}); remove it") from error
+            raise RunError(f"row {index} of the data set holds no readable image ({error}); remove it") from error
 
 
 def open_pictures(data: ClassificationData) -> Pictures:

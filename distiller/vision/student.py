@@ -56,7 +56,7 @@ class StudentPlan:
         return model
 
     @property
-    def depends_on_the_split(self) -> bool:
+    def uses_batch_statistics(self) -> bool:
         """Whether the model has BatchNorm layers that use the statistics of a micro-batch."""
         return self.options.batch_norm == "batch" and has_batch_norm(self.skeleton())
 
@@ -143,18 +143,20 @@ def load_model(folder: Path, config: PretrainedConfig) -> nn.Module:
     return model
 
 
-def copy_layers(model: nn.Module, ours: Structure, theirs: Structure, files: Sequence[Path]) -> None:
+def copy_layers(
+    model: nn.Module, student_structure: Structure, teacher_structure: Structure, files: Sequence[Path]
+) -> None:
     """Copies the teacher's tensors into the student: evenly spaced layers of each stage, and all tensors of no layer.
 
     A tensor that the files lack keeps its value.
 
     Args:
-        ours, theirs: structure of the student and of the teacher.
+        student_structure, teacher_structure: structure of the student and of the teacher.
         files: the teacher's safetensors files, with the names of its module.
     """
     source_of = {}
-    for prefix, names in _stages(ours).items():
-        available = _stages(theirs)[prefix]
+    for prefix, names in _stages(student_structure).items():
+        available = _stages(teacher_structure)[prefix]
         kept = evenly_spaced(len(names), len(available))
         source_of |= {name: available[index] for name, index in zip(names, kept, strict=True)}
     opened = [safe_open(file, framework="pt") for file in files]
@@ -227,14 +229,19 @@ class DistilledClassifier(TrainedStudent):
         return logits, features
 
 
-def check_features(ours: Structure, theirs: Structure, student: Sequence[int], teacher: Sequence[int]) -> None:
+def check_features(
+    student_structure: Structure, teacher_structure: Structure, student: Sequence[int], teacher: Sequence[int]
+) -> None:
     """Raises UserError unless all matched blocks exist, and the outputs of each pair have the same positions.
 
     Args:
-        ours, theirs: structure of the student and of the teacher.
+        student_structure, teacher_structure: structure of the student and of the teacher.
         student, teacher: indices of the matched blocks, pair by pair.
     """
-    for key, numbers, structure in (("student_blocks", student, ours), ("teacher_blocks", teacher, theirs)):
+    for key, numbers, structure in (
+        ("student_blocks", student, student_structure),
+        ("teacher_blocks", teacher, teacher_structure),
+    ):
         for index in numbers:
             if index >= (count := len(structure.block_names)):
                 raise UserError(
@@ -242,7 +249,7 @@ def check_features(ours: Structure, theirs: Structure, student: Sequence[int], t
                     + (f", numbered from 0 to {count - 1}" if count else "; set the weight to 0")
                 )
     for i, j in zip(student, teacher, strict=True):
-        a, b = ours.block_shapes[i], theirs.block_shapes[j]
+        a, b = student_structure.block_shapes[i], teacher_structure.block_shapes[j]
         if len(a) != len(b) or _positions(a) != _positions(b):
             raise UserError(
                 f"task.losses.features: block {i} of the student gives {list(a)} for a picture and block {j} of "

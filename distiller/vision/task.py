@@ -87,7 +87,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
 
     def notices(self) -> list[str]:
         notices = list(self._source.notices)
-        if self._plan.depends_on_the_split:
+        if self._plan.uses_batch_statistics:
             notices.append(
                 "student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run split "
                 "in another way is another run; frozen and group do not"
@@ -98,7 +98,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         return notices
 
     def check_samples(self) -> str:
-        return self._source.look_at(self._processor.num_channels)
+        return self._source.check_samples(self._processor.num_channels)
 
     def prepare_stages(self, ranks: Ranks, dtype: torch.dtype) -> bool:
         if self._trained is not None:

@@ -83,7 +83,7 @@ class TrainedTeacher:
 
     def _train(self, ranks: Ranks) -> str:
         return train_teacher(
-            self.stage, self._files, self._processor, self._options, self._source.teachers, ranks.device
+            self.stage, self._files, self._processor, self._options, self._source.teacher_training, ranks.device
         )
 
 

@@ -31,7 +31,7 @@ from tests.toy_network import setup
 pytestmark = [pytest.mark.timeout(500), pytest.mark.slow]
 CASES: dict[str, dict[str, Any]] = {name: {} for name in PLACEMENTS} | {
     "custom": {"device_map": {"": 0}},
-    "streamed, two slots": {"ring_blocks": 2},
+    "streamed, two buffers": {"ring_blocks": 2},
     "streamed, shared transfers": {"shard_transfers": True},
     "streamed, each call by itself": {"amortise": False},
     "streamed, all resident": {"resident_blocks": 9},

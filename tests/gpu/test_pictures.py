@@ -61,8 +61,8 @@ def test_a_16_bit_teacher_draws_a_picture(folder, kind):
     teacher = open_teacher(network, setup(torch.bfloat16, "cuda:0"))
     encoder = family.load_text_encoder(torch.bfloat16, device)
     positive, negative = embed(family, encoder, ["a red cat", "a bird"], 5), embed(family, encoder, [""], 5)
-    conditions = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, device)
-    predict = guided_predictor(teacher, network, (0, 1), conditions, (3.0, 3.0))
-    latents = draw(predict, family.noise_process((4, 1, 4, 4)), conditions, 5).latents
+    sampling_inputs = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, device)
+    predict = guided_predictor(teacher, network, (0, 1), sampling_inputs, (3.0, 3.0))
+    latents = draw(predict, family.noise_process((4, 1, 4, 4)), sampling_inputs, 5).latents
     assert latents.dtype == torch.float32
     assert family.load_vae(device).decode(latents).shape == (2, 1, 32, 32, 3)

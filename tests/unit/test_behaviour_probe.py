@@ -66,10 +66,10 @@ def test_models_whose_documents_would_see_each_other_are_not_packed(tmp_path, ki
 
 def test_what_no_small_model_can_be_made_of_is_known_by_its_type(monkeypatch):
     spec = ModelSpec(CONFIGS["llama"], False, "x")
-    monkeypatch.setattr(behaviour_probe, "MOST_PARAMETERS", 10)
+    monkeypatch.setattr(behaviour_probe, "MAX_PARAMETERS", 10)
     assert behaviour_probe.observe(spec) is None
     behaviour_probe.check_behaviour(spec, "x", packs=True)
-    monkeypatch.setattr(behaviour_probe, "JOINING_TYPES", ("llama",))
+    monkeypatch.setattr(behaviour_probe, "TYPES_MIXING_PACKED_DOCUMENTS", ("llama",))
     behaviour_probe.check_behaviour(spec, "x", packs=False)
     with pytest.raises(UserError, match=r"x: in model type llama the documents"):
         behaviour_probe.check_behaviour(spec, "x", packs=True)

@@ -14,7 +14,7 @@ from distiller.cache.layout import Layout, samples_per_shard, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
 from distiller.cache.shards import Shard, remove_partial, write_shard
-from distiller.cache.writing import check_room, claim, plan_layout
+from distiller.cache.writing import check_free_space, claim, plan_layout
 from distiller.data.rng import sample_order
 from distiller.errors import RunError, UserError
 from distiller.tasks.micro_batch import RepeatedDraws
@@ -26,10 +26,10 @@ NAMES = frozenset(("hidden", "ids"))
 LAYOUT = Layout(num_samples=10, draws=2, per_shard=4, seed=3)
 
 
-def sample(number: int) -> dict[str, torch.Tensor]:
+def sample(index: int) -> dict[str, torch.Tensor]:
     """Two tensors, one of a length of its own."""
-    generator = torch.Generator().manual_seed(number)
-    hidden = torch.randn(1 + number % 3, 5, generator=generator).to(torch.bfloat16)
+    generator = torch.Generator().manual_seed(index)
+    hidden = torch.randn(1 + index % 3, 5, generator=generator).to(torch.bfloat16)
     return {"hidden": hidden, "ids": torch.randint(0, 2**16, (4,), generator=generator, dtype=torch.int32)}
 
 
@@ -56,7 +56,7 @@ def test_every_sample_of_every_draw_has_one_place():
 
 
 def test_what_is_read_is_what_was_written(tmp_path):
-    samples = [sample(number) for number in range(7)]
+    samples = [sample(index) for index in range(7)]
     write_shard(tmp_path / "a.safetensors", samples)
     shard = Shard(tmp_path / "a.safetensors")
     assert len(shard) == 7
@@ -71,7 +71,7 @@ def test_what_is_read_is_what_was_written(tmp_path):
 
 def test_a_flipped_bit_is_found_in_the_sample_that_has_it_and_in_no_other(tmp_path):
     file = tmp_path / "a.safetensors"
-    write_shard(file, [{"x": torch.full((64,), float(number))} for number in range(4)])
+    write_shard(file, [{"x": torch.full((64,), float(index))} for index in range(4)])
     content = bytearray(file.read_bytes())
     content[content.index(torch.full((64,), 2.0).numpy().tobytes()) + 17] ^= 1
     file.write_bytes(content)
@@ -84,10 +84,10 @@ def test_a_flipped_bit_is_found_in_the_sample_that_has_it_and_in_no_other(tmp_pa
 def test_data_comes_with_the_outputs_of_its_draw(tmp_path):
     folder = write_cache(tmp_path / "cache", layout=Layout(16, 2, 4, 3))
     data = CachedData(Sequences(), folder, Layout(16, 2, 4, 3), draws=2)
-    for epoch, number in ((0, 5), (1, 5), (2, 5), (5, 0)):
-        (sample_id, _), outputs = data[epoch, number]
-        assert sample_id == number
-        assert torch.equal(outputs["hidden"], sample(100 * (epoch % 2) + number)["hidden"])
+    for epoch, index in ((0, 5), (1, 5), (2, 5), (5, 0)):
+        (sample_id, _), outputs = data[epoch, index]
+        assert sample_id == index
+        assert torch.equal(outputs["hidden"], sample(100 * (epoch % 2) + index)["hidden"])
 
 
 def test_repeated_draws_ask_the_data_for_the_first_epochs_again():
@@ -168,7 +168,7 @@ def test_repair_removes_the_damaged_files_and_no_other(tmp_path):
     (folder / shard_name(5)).write_bytes((folder / shard_name(0)).read_bytes())
     every = range(LAYOUT.num_shards)
     assert remove_damaged(folder, LAYOUT, every, NAMES) == [shard_name(1), shard_name(3), shard_name(5)]
-    assert {file.name for file in folder.glob("outputs-*")} == {shard_name(number) for number in (0, 2, 4)}
+    assert {file.name for file in folder.glob("outputs-*")} == {shard_name(index) for index in (0, 2, 4)}
 
 
 def test_repair_removes_files_that_hold_other_outputs(tmp_path):
@@ -216,10 +216,10 @@ def test_answers_that_are_not_finite_are_no_cache(tmp_path):
 
 
 def test_a_disk_without_room_is_refused(tmp_path):
-    check_room(tmp_path, 1.0)
+    check_free_space(tmp_path, 1.0)
     plan_layout(tmp_path, KEY, LAYOUT, NAMES)
     with pytest.raises(UserError, match=r"GiB free and .* GiB are still to be written"):
-        check_room(tmp_path, 2.0**60)
+        check_free_space(tmp_path, 2.0**60)
     # With less to store the same folder may be begun.
     fewer = Layout(10, 1, 4, 3)
     assert plan_layout(tmp_path, KEY, fewer, NAMES) == fewer

@@ -40,7 +40,7 @@ def classification(folder: Path) -> dict[str, Any]:
         depths=[1, 1],
         layer_type="basic",
         id2label=dict(enumerate(classifiers.LABELS)),
-        label2id={name: number for number, name in enumerate(classifiers.LABELS)},
+        label2id={name: index for index, name in enumerate(classifiers.LABELS)},
     )
     teacher = classifiers.save_classifier(folder / "teacher", config)
     (teacher / "model.safetensors").unlink()

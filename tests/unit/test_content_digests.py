@@ -70,9 +70,9 @@ def test_large_files_of_the_hub_are_read_once(tmp_path, cache_home):
 
 
 def test_a_name_of_64_digits_elsewhere_says_nothing(tmp_path, cache_home):
-    for number, folder in enumerate(("one", "two")):
+    for index, folder in enumerate(("one", "two")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / ("a" * 64)).write_text(str(number))
+        (tmp_path / folder / ("a" * 64)).write_text(str(index))
         (tmp_path / folder / "link").symlink_to("a" * 64)
     assert digest_files([tmp_path / "one" / "link"]) != digest_files([tmp_path / "two" / "link"])
     assert not cache_home.exists()
@@ -111,10 +111,10 @@ def test_a_home_that_cannot_be_searched_costs_time_alone(tmp_path, cache_home, m
 
 
 def test_pictures_are_known_by_their_contents(tmp_path, cache_home):
-    files = [tmp_path / "one" / f"{number}.png" for number in range(3)]
+    files = [tmp_path / "one" / f"{index}.png" for index in range(3)]
     files[0].parent.mkdir()
-    for number, file in enumerate(files):
-        file.write_bytes(bytes([number]) * 10)
+    for index, file in enumerate(files):
+        file.write_bytes(bytes([index]) * 10)
     shutil.copytree(tmp_path / "one", tmp_path / "two", copy_function=shutil.copyfile)
     copies = [tmp_path / "two" / file.name for file in files]
     for file in copies:

@@ -44,7 +44,7 @@ def pipeline_s_latents(pipeline, scales, noise, prompts=PROMPTS, negative="", st
     ).frames
 
 
-def conditions_of(family):
+def sampling_inputs_of(family):
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, PROMPTS, 512), embed(family, encoder, [""], 512)
     return SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
@@ -53,10 +53,10 @@ def conditions_of(family):
 @pytest.mark.parametrize("scales", TWO_SCALES)
 def test_two_experts_draw_as_the_pipeline_at_any_two_scales(pipelines, scales):
     family = find_pipeline(TeacherOptions(path=str(pipelines[2])))
-    network, conditions = DiffusionNetwork(family, 512), conditions_of(family)
-    predict = guided_predictor(open_teacher(network, setup()), network, (0, 1), conditions, scales)
-    ours = draw(predict, family.noise_process(SHAPE), conditions, 5).latents
-    theirs = pipeline_s_latents(WanPipeline.from_pretrained(pipelines[2]), scales, conditions.noise)
+    network, sampling_inputs = DiffusionNetwork(family, 512), sampling_inputs_of(family)
+    predict = guided_predictor(open_teacher(network, setup()), network, (0, 1), sampling_inputs, scales)
+    ours = draw(predict, family.noise_process(SHAPE), sampling_inputs, 5).latents
+    theirs = pipeline_s_latents(WanPipeline.from_pretrained(pipelines[2]), scales, sampling_inputs.noise)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
 
 
@@ -70,12 +70,12 @@ def alike(pipelines, tmp_path_factory):
 @pytest.mark.parametrize("scales", TWO_SCALES)
 def test_a_student_of_two_experts_draws_as_the_pipeline_at_any_two_scales(alike, scales):
     family = find_pipeline(TeacherOptions(path=str(alike)))
-    network, conditions = DiffusionNetwork(family, 512), conditions_of(family)
+    network, sampling_inputs = DiffusionNetwork(family, 512), sampling_inputs_of(family)
     student = WanTransformer3DModel.from_pretrained(alike, subfolder="transformer").eval()
     family.architecture.prepare(student, 512)
-    predict = student_predictor(network, student, conditions, scales)
-    ours = draw(predict, family.noise_process(SHAPE), conditions, 5).latents
-    theirs = pipeline_s_latents(WanPipeline.from_pretrained(alike), scales, conditions.noise)
+    predict = student_predictor(network, student, sampling_inputs, scales)
+    ours = draw(predict, family.noise_process(SHAPE), sampling_inputs, 5).latents
+    theirs = pipeline_s_latents(WanPipeline.from_pretrained(alike), scales, sampling_inputs.noise)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=5e-6)
 
 

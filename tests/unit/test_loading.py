@@ -28,7 +28,7 @@ from tests.toy_network import setup
 LARGE = {"num_attention_heads": 8, "attention_head_dim": 64, "ffn_dim": 2048, "num_layers": 10}
 PLACEMENTS = ("replicated", "cpu", "streamed", "disk", "balanced", "rank0", "sharded", "swap")
 DTYPES = ("float32", "bfloat16")
-MOST_COPIES = 1.3
+MAX_COPIES = 1.3
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +100,7 @@ def test_a_teacher_loads_in_little_more_than_its_own_size(reported, dtype):
     """From float32 files, also into bfloat16: then the conversion holds a piece of a tensor, not a second model."""
     taken = reported[dtype]
     print(taken)
-    assert {name: value for name, value in taken.items() if value > MOST_COPIES} == {}
+    assert {name: value for name, value in taken.items() if value > MAX_COPIES} == {}
     assert taken["disk"] < 0.6
     assert taken["an int8 teacher's error"] < 0.6
 

@@ -141,10 +141,10 @@ def drawn_by_both(folder: Path, scale: float, steps: int) -> tuple[torch.Tensor,
     family, network, teacher = teacher_of(folder)
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, PROMPTS[:2], LENGTH), embed(family, encoder, [""], LENGTH)
-    conditions = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
-    predict = guided_predictor(teacher, network, (0, 1), conditions, (scale, scale))
+    sampling_inputs = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+    predict = guided_predictor(teacher, network, (0, 1), sampling_inputs, (scale, scale))
     process = family.noise_process(SHAPE)
-    ours = draw(predict, process, conditions, steps, keep_points=True)
+    ours = draw(predict, process, sampling_inputs, steps, keep_points=True)
     assert len(ours.points) == len(ours.predictions) == len(ours.timesteps) == len(process.timesteps(steps))
     pipeline = family.pipeline_class.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -155,8 +155,8 @@ def drawn_by_both(folder: Path, scale: float, steps: int) -> tuple[torch.Tensor,
         width=32,
         num_inference_steps=steps,
         guidance_scale=scale,
-        latents=conditions.noise[:, :, 0],
-        generator=conditions.generators(),
+        latents=sampling_inputs.noise[:, :, 0],
+        generator=sampling_inputs.generators(),
         output_type="latent",
         **options,
     ).images
@@ -175,9 +175,9 @@ def test_a_16_bit_teacher_draws_in_float32(tmp_path, kind):
         family, network, teacher = teacher_of(folder, dtype)
         encoder = family.load_text_encoder(dtype, CPU)
         positive, negative = embed(family, encoder, PROMPTS[:2], LENGTH), embed(family, encoder, [""], LENGTH)
-        conditions = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
-        predict = guided_predictor(teacher, network, (0, 1), conditions, (1.0, 1.0))
-        drawn[dtype] = draw(predict, family.noise_process(SHAPE), conditions, 20).latents
+        sampling_inputs = SamplingInputs.make(0, "noise", (0, 1), SHAPE, positive, negative, CPU)
+        predict = guided_predictor(teacher, network, (0, 1), sampling_inputs, (1.0, 1.0))
+        drawn[dtype] = draw(predict, family.noise_process(SHAPE), sampling_inputs, 20).latents
         assert drawn[dtype].dtype == torch.float32
         family.load_vae(CPU).decode(drawn[dtype])
     ours, expected = drawn[torch.bfloat16], drawn[torch.float32]
@@ -216,10 +216,10 @@ def test_noise_and_truth_are_the_schedulers(tmp_path, prediction_type):
         assert level.timestep == expected
         noisy = scheduler.add_noise(latents[None], noise[None], timestep)[0]
         torch.testing.assert_close(level.signal * latents + level.noise * noise, noisy)
-        truth = noise
+        data_target = noise
         if prediction_type == "v_prediction":
-            truth = scheduler.get_velocity(latents[None], noise[None], timestep)[0]
-        torch.testing.assert_close(process.truth(latents, noise, level), truth)
+            data_target = scheduler.get_velocity(latents[None], noise[None], timestep)[0]
+        torch.testing.assert_close(process.data_target(latents, noise, level), data_target)
 
 
 def test_what_the_sampler_gives_the_network_is_of_training_s_kind(tmp_path):
@@ -227,8 +227,8 @@ def test_what_the_sampler_gives_the_network_is_of_training_s_kind(tmp_path):
     scheduler = toy_pictures.make_scheduler("EulerDiscreteScheduler")
     family, _, _ = teacher_of(toy_pictures.make_sd(tmp_path / "sd", scheduler=scheduler))
     noise = torch.stack([rng.noise(0, 0, i, SHAPE) for i in range(64)])
-    conditions = SamplingInputs(noise, {}, {}, (0, "noise", tuple(range(64))))
-    trajectory = draw(lambda point, timestep: point, family.noise_process(SHAPE), conditions, 4, keep_points=True)
+    sampling_inputs = SamplingInputs(noise, {}, {}, (0, "noise", tuple(range(64))))
+    trajectory = draw(lambda point, timestep: point, family.noise_process(SHAPE), sampling_inputs, 4, keep_points=True)
     assert trajectory.points[0].std().item() == pytest.approx(1.0, abs=0.05)
 
 
@@ -239,7 +239,7 @@ def test_dynamic_shifting_is_the_shift_of_training(tmp_path):
         Teacher(path=str(toy_pictures.make_sd3(tmp_path / "sd3", scheduler=scheduler)))
     ).noise_process(SHAPE)
     ours = process.load_scheduler()
-    process.begin(ours, 3, CPU)
+    process.set_timesteps(ours, 3, CPU)
     shift, sigma = process.auto_shift, 0.5005
     assert shift > 1.5
     assert ours.sigmas[1].item() == pytest.approx(shift * sigma / (1 + (shift - 1) * sigma), rel=1e-3)

@@ -174,19 +174,19 @@ def test_pictures_have_one_frame_and_the_pipeline_s_size(large, tmp_path):
 
 def test_files_of_an_early_stable_diffusion_are_corrected_as_the_pipeline_corrects_them(pictures):
     family = find_pipeline(Teacher(path=str(pictures["sd"])))
-    assert family.own_size() == (1, 64, 64)
+    assert family.default_size() == (1, 64, 64)
 
     def with_config(**changes):
         config = family.teacher_config | changes
         family_of = type(family)
         return family_of(dataclasses.replace(family.files, configs={"unet": config}))
 
-    assert with_config(sample_size=32, _diffusers_version="0.6.0").own_size() == (1, 512, 512)
-    assert with_config(sample_size=96, _diffusers_version="0.6.0").own_size() == (1, 768, 768)
-    assert with_config(sample_size=32, _diffusers_version="0.9.0").own_size() == (1, 256, 256)
-    assert with_config(sample_size=(64, 96)).own_size() == (1, 512, 768)
+    assert with_config(sample_size=32, _diffusers_version="0.6.0").default_size() == (1, 512, 512)
+    assert with_config(sample_size=96, _diffusers_version="0.6.0").default_size() == (1, 768, 768)
+    assert with_config(sample_size=32, _diffusers_version="0.9.0").default_size() == (1, 256, 256)
+    assert with_config(sample_size=(64, 96)).default_size() == (1, 512, 768)
     with pytest.raises(UserError, match="sample_size None, from which no size of a picture follows"):
-        with_config(sample_size=None).own_size()
+        with_config(sample_size=None).default_size()
 
 
 def test_the_packaged_recipe_leaves_nothing_to_the_pipeline():
@@ -271,9 +271,9 @@ def test_samples_are_drawn_a_few_at_a_time_and_are_the_same(pictures, tmp_path, 
         encoder = family.load_text_encoder(torch.float32, torch.device("cpu"))
         positive, negative = (embed(family, encoder, texts, 5) for texts in (toys.PROMPTS[:5], [""]))
         shape = family.latent_shape(*recipe.task.size)
-        conditions = SamplingInputs.make(0, "sample", range(5), shape, positive, negative, torch.device("cpu"))
+        sampling_inputs = SamplingInputs.make(0, "sample", range(5), shape, positive, negative, torch.device("cpu"))
         process = family.noise_process(shape)
-        drawn.append(draw_teacher(teacher, task.network, process, recipe, conditions))
+        drawn.append(draw_teacher(teacher, task.network, process, recipe, sampling_inputs))
     assert sizes == [5] * 3 + [2] * 6 + [1] * 3
     torch.testing.assert_close(*drawn, rtol=1e-4, atol=1e-5)
 
@@ -296,7 +296,7 @@ def test_drawings_far_smaller_than_what_the_teacher_learnt_from_are_a_warning(la
         ({"scale_factor_spatial": 24, "scale_factor_temporal": 8}, (81, 480, 816)),
     ],
 )
-def test_wan_s_own_size_is_rounded_to_its_patches_as_the_pipeline_rounds_it(pipelines, vae, size):
+def test_wan_s_default_size_is_rounded_to_its_patches_as_the_pipeline_rounds_it(pipelines, vae, size):
     family = find_pipeline(Teacher(path=str(pipelines[1])))
     files = dataclasses.replace(family.files, vae_config=family.files.vae_config | vae)
-    assert type(family)(files).own_size() == size
+    assert type(family)(files).default_size() == size

@@ -79,7 +79,9 @@ def test_training_and_drawing_read_the_sample_s_own_text(repeated, pipelines):
     _, task, data, prompts = repeated("live")
     texts = embedded(pipelines[1], prompts)
     trained = task.collate([data[0, i] for i in range(len(prompts))]).positive["text"]
-    shown = task._source.conditions([task._source.prompt_of(i) for i in range(len(prompts))], (0,), toys.ALONE.device)
+    shown = task._source.sampling_inputs(
+        [task._source.prompt_of(i) for i in range(len(prompts))], (0,), toys.ALONE.device
+    )
     for text in (trained, shown.positive["text"]):
         torch.testing.assert_close(text, texts[:, : text.shape[1]], rtol=1e-5, atol=1e-6)
 

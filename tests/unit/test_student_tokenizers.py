@@ -17,7 +17,7 @@ from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.language.data.documents import Document, Text
 from distiller.language.model.files import find_model
-from distiller.language.model.vocabulary import other_reading
+from distiller.language.model.vocabulary import tokenizer_difference
 from tests import toy_causal_lm
 
 CHAT = (
@@ -108,4 +108,4 @@ def test_a_fault_of_the_data_is_no_difference_between_tokenizers(tmp_path):
         toy_causal_lm.save_model(tmp_path / name, toy_causal_lm.llama_config(num_hidden_layers=1), tokenizer=own)
         files.append(find_model(name, str(tmp_path / name), None, None, tmp_path, trusts_code=False))
     with pytest.raises(UserError, match="line 2"):
-        other_reading(*files, documents(), trusts_code=False)
+        tokenizer_difference(*files, documents(), trusts_code=False)

@@ -89,9 +89,9 @@ def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
     prompts = ["a red cat sits", "a bird"]
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, prompts, 512), embed(family, encoder, [""], 512)
-    conditions = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, CPU)
-    predict = guided_predictor(teacher, network, (0, 1), conditions, scales)
-    ours = draw(predict, family.noise_process((4, 1, 4, 4)), conditions, 5, keep_points=True)
+    sampling_inputs = SamplingInputs.make(0, "noise", (0, 1), (4, 1, 4, 4), positive, negative, CPU)
+    predict = guided_predictor(teacher, network, (0, 1), sampling_inputs, scales)
+    ours = draw(predict, family.noise_process((4, 1, 4, 4)), sampling_inputs, 5, keep_points=True)
     pipeline = WanPipeline.from_pretrained(pipelines[num_experts])
     pipeline.set_progress_bar_config(disable=True)
     theirs = pipeline(
@@ -102,7 +102,7 @@ def test_drawing_equals_the_pipeline(pipelines, num_experts, scales):
         num_inference_steps=5,
         guidance_scale=scales[0],
         guidance_scale_2=scales[1] if num_experts == 2 else None,
-        latents=conditions.noise,
+        latents=sampling_inputs.noise,
         output_type="latent",
     ).frames
     torch.testing.assert_close(ours.latents, theirs, rtol=1e-4, atol=1e-5)
@@ -117,11 +117,11 @@ def test_a_student_that_is_both_experts_draws_as_they_do_at_their_two_scales(pip
     family.architecture.prepare(student, 512)
     encoder = family.load_text_encoder(torch.float32, CPU)
     positive, negative = embed(family, encoder, ["a red cat sits"], 512), embed(family, encoder, [""], 512)
-    conditions = SamplingInputs.make(0, "noise", (0,), (4, 1, 4, 4), positive, negative, CPU)
+    sampling_inputs = SamplingInputs.make(0, "noise", (0,), (4, 1, 4, 4), positive, negative, CPU)
     scales = (4.0, 2.5)
     process = family.noise_process((4, 1, 4, 4))
-    ours = draw(student_predictor(network, student, conditions, scales), process, conditions, 5)
-    theirs = draw(guided_predictor(teacher, network, (0,), conditions, scales), process, conditions, 5)
+    ours = draw(student_predictor(network, student, sampling_inputs, scales), process, sampling_inputs, 5)
+    theirs = draw(guided_predictor(teacher, network, (0,), sampling_inputs, scales), process, sampling_inputs, 5)
     torch.testing.assert_close(ours.latents, theirs.latents, rtol=1e-4, atol=1e-5)
 
 

@@ -32,12 +32,12 @@ class UNetArchitecture(Architecture):
 
     model_class = UNet2DConditionModel
     part = "unet"
-    shared: ClassVar = {
+    keys_equal_to_teacher: ClassVar = {
         "in_channels": "input channels",
         "out_channels": "output channels",
         "cross_attention_dim": "text width",
     }
-    cuts: ClassVar = {"num_layers": "layers_per_block"}
+    cut_keys: ClassVar = {"num_layers": "layers_per_block"}
 
     def check_numbers(self, config: Mapping[str, Any], origin: str) -> None:
         check_whole_numbers(config, ("in_channels", "out_channels"), origin)
@@ -112,7 +112,7 @@ class UNetArchitecture(Architecture):
             if name != "mid_block":
                 model._modules[name] = model._modules.pop(name)
 
-    def entry(self, model: nn.Module) -> nn.Module:
+    def input_layer(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("conv_in")
 
     def forward(self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.family import Condition, Family, expand_conditions
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.picture_size import latent_size
@@ -32,7 +32,7 @@ LONGEST_TEXT = 10_000
 FIRST_WITH_SAMPLE_SIZE, OLD_SAMPLE_SIZE = Version("0.9.0.dev0"), 64
 """In files that diffusers saved before this version, the pipeline raises a smaller `sample_size` to 64 latents."""
 
-BESIDE = ("safety_checker", "feature_extractor", "image_encoder")
+UNUSED_COMPONENTS = ("safety_checker", "feature_extractor", "image_encoder")
 """Components that neither predict nor embed prompts, and are not loaded."""
 
 
@@ -42,7 +42,7 @@ class StableDiffusionFamily(Family):
     pipeline_class = StableDiffusionPipeline
     architecture = UNetArchitecture()
     network_parts = ("unet",)
-    has_own_size = True
+    default_size_is_training_size = True
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:
@@ -79,7 +79,7 @@ class StableDiffusionFamily(Family):
                 f"teacher's is {teacher_type}; both must predict the same"
             )
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         size, pixels = self.teacher_config["sample_size"], pixels_of_latent(self.files.vae_config)
         sides = size if isinstance(size, list | tuple) else (size, size)
         if len(sides) != 2 or any(type(side) is not int or side < 1 for side in sides):
@@ -93,7 +93,7 @@ class StableDiffusionFamily(Family):
             sides = (max(size, OLD_SAMPLE_SIZE),) * 2
         return 1, sides[0] * pixels, sides[1] * pixels
 
-    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+    def pixel_size(self, shape: LatentShape) -> tuple[int, int, int]:
         pixels = pixels_of_latent(self.files.vae_config)
         return 1, shape[2] * pixels, shape[3] * pixels
 
@@ -110,10 +110,10 @@ class StableDiffusionFamily(Family):
         del task
         return self._length
 
-    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+    def max_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
         return dict.fromkeys(tokenizers, length)
 
-    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+    def clean_prompts(self, prompts: Sequence[str]) -> list[str]:
         return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class StableDiffusionFamily(Family):
             low_cpu_mem_usage=True,
             use_safetensors=True,
             local_files_only=True,
-            **dict.fromkeys(BESIDE),
+            **dict.fromkeys(UNUSED_COMPONENTS),
         )
         return pipeline.to(device)
 
@@ -157,21 +157,21 @@ class StableDiffusionFamily(Family):
             tokenizer=None,
             requires_safety_checker=False,
             local_files_only=True,
-            **dict.fromkeys(BESIDE),
+            **dict.fromkeys(UNUSED_COMPONENTS),
         )
 
-    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
-        negative = expanded(conditions.negative, len(conditions.noise))
-        height, width = conditions.noise.shape[3:]
+    def draw(self, pipeline: Any, sampling_inputs: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expand_conditions(sampling_inputs.negative, len(sampling_inputs.noise))
+        height, width = sampling_inputs.noise.shape[3:]
         drawn = pipeline(
-            latents=conditions.noise.squeeze(2),
-            prompt_embeds=conditions.positive["text"].float(),
+            latents=sampling_inputs.noise.squeeze(2),
+            prompt_embeds=sampling_inputs.positive["text"].float(),
             negative_prompt_embeds=negative["text"].float(),
             height=height * pipeline.vae_scale_factor,
             width=width * pipeline.vae_scale_factor,
             num_inference_steps=recipe.sampling.num_steps,
             guidance_scale=scale,
-            generator=conditions.generators(),
+            generator=sampling_inputs.generators(),
             output_type="latent",
         )
         return drawn.images.unsqueeze(2)

@@ -28,14 +28,14 @@ class SD3Architecture(Architecture):
 
     model_class = SD3Transformer2DModel
     part = "transformer"
-    shared: ClassVar = {
+    keys_equal_to_teacher: ClassVar = {
         "in_channels": "input channels",
         "out_channels": "output channels",
         "patch_size": "latents a patch",
         "joint_attention_dim": "text width",
         "pooled_projection_dim": "width of the pooled text",
     }
-    cuts: ClassVar = {"num_layers": "num_layers", "num_attention_heads": "num_attention_heads"}
+    cut_keys: ClassVar = {"num_layers": "num_layers", "num_attention_heads": "num_attention_heads"}
 
     def check_numbers(self, config: Mapping[str, Any], origin: str) -> None:
         check_whole_numbers(config, WHOLE_NUMBERS, origin)
@@ -76,7 +76,7 @@ class SD3Architecture(Architecture):
     def prepare(self, model: nn.Module, max_sequence_length: int) -> None:
         del model, max_sequence_length
 
-    def entry(self, model: nn.Module) -> nn.Module:
+    def input_layer(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("pos_embed.proj")
 
     def forward(self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.family import Condition, Family, expand_conditions
 from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
@@ -31,7 +31,7 @@ PIPELINE_TEXT_LENGTH, LONGEST_TEXT = 256, 512
 
 SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 ENCODERS = (("text_encoder", "tokenizer"), ("text_encoder_2", "tokenizer_2"))
-THIRD = ("text_encoder_3", "tokenizer_3")
+THIRD_ENCODER = ("text_encoder_3", "tokenizer_3")
 
 
 class SD3Family(Family):
@@ -43,7 +43,7 @@ class SD3Family(Family):
     pipeline_class = StableDiffusion3Pipeline
     architecture = SD3Architecture()
     network_parts = ("transformer",)
-    has_own_size = True
+    default_size_is_training_size = True
 
     def check_files(self) -> None:
         given = self.files.location.given
@@ -56,8 +56,10 @@ class SD3Family(Family):
                 f"teacher.path: {given} names the scheduler {kind}; a StableDiffusion3Pipeline is distilled with "
                 f"{SCHEDULER}, which it was published with"
             )
-        self._has_third = all(self.files.has(part) for part in THIRD)
-        self.text_parts = tuple(part for pair in (*ENCODERS, *((THIRD,) if self._has_third else ())) for part in pair)
+        self._has_third = all(self.files.has(part) for part in THIRD_ENCODER)
+        self.text_parts = tuple(
+            part for pair in (*ENCODERS, *((THIRD_ENCODER,) if self._has_third else ())) for part in pair
+        )
 
     def check_task(self, task: DiffusionOptions) -> None:
         if (task.max_sequence_length or 0) > LONGEST_TEXT:
@@ -69,11 +71,11 @@ class SD3Family(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         side = self.teacher_config["sample_size"] * pixels_of_latent(self.files.vae_config)
         return 1, side, side
 
-    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+    def pixel_size(self, shape: LatentShape) -> tuple[int, int, int]:
         pixels = pixels_of_latent(self.files.vae_config)
         return 1, shape[2] * pixels, shape[3] * pixels
 
@@ -101,12 +103,12 @@ class SD3Family(Family):
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
 
-    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+    def max_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
         # The pipeline uses the limit of its first tokenizer for both CLIP tokenizers.
         clip = tokenizers["tokenizer"].model_max_length
-        return {name: length if name == THIRD[1] else clip for name in tokenizers}
+        return {name: length if name == THIRD_ENCODER[1] else clip for name in tokenizers}
 
-    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+    def clean_prompts(self, prompts: Sequence[str]) -> list[str]:
         return list(prompts)
 
     def text_key(self) -> dict[str, Any]:
@@ -121,7 +123,7 @@ class SD3Family(Family):
             low_cpu_mem_usage=True,
             use_safetensors=True,
             local_files_only=True,
-            **dict.fromkeys(() if self._has_third else THIRD),
+            **dict.fromkeys(() if self._has_third else THIRD_ENCODER),
         ).to(device)
         # Without a third encoder the pipeline uses zeros as its embeddings, in the width that the transformer's config
         # says; so it gets a transformer, without weights.
@@ -156,16 +158,16 @@ class SD3Family(Family):
             transformer=student,
             vae=None,
             local_files_only=True,
-            **dict.fromkeys(part for pair in (*ENCODERS, THIRD) for part in pair),
+            **dict.fromkeys(part for pair in (*ENCODERS, THIRD_ENCODER) for part in pair),
         )
 
-    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
-        negative = expanded(conditions.negative, len(conditions.noise))
-        height, width = conditions.noise.shape[3:]
+    def draw(self, pipeline: Any, sampling_inputs: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expand_conditions(sampling_inputs.negative, len(sampling_inputs.noise))
+        height, width = sampling_inputs.noise.shape[3:]
         drawn = pipeline(
-            latents=conditions.noise.squeeze(2),
-            prompt_embeds=conditions.positive["text"].float(),
-            pooled_prompt_embeds=conditions.positive["pooled"].float(),
+            latents=sampling_inputs.noise.squeeze(2),
+            prompt_embeds=sampling_inputs.positive["text"].float(),
+            pooled_prompt_embeds=sampling_inputs.positive["pooled"].float(),
             negative_prompt_embeds=negative["text"].float(),
             negative_pooled_prompt_embeds=negative["pooled"].float(),
             height=height * pipeline.vae_scale_factor,

@@ -28,8 +28,16 @@ class WanArchitecture(Architecture):
 
     model_class = WanTransformer3DModel
     part = "transformer"
-    shared: ClassVar = {"in_channels": "input channels", "out_channels": "output channels", "text_dim": "text width"}
-    cuts: ClassVar = {"num_layers": "num_layers", "num_attention_heads": "num_attention_heads", "ffn_dim": "ffn_dim"}
+    keys_equal_to_teacher: ClassVar = {
+        "in_channels": "input channels",
+        "out_channels": "output channels",
+        "text_dim": "text width",
+    }
+    cut_keys: ClassVar = {
+        "num_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "ffn_dim": "ffn_dim",
+    }
 
     def check_numbers(self, config: Mapping[str, Any], origin: str) -> None:
         check_whole_numbers(config, WHOLE_NUMBERS, origin)
@@ -82,7 +90,7 @@ class WanArchitecture(Architecture):
         assert isinstance(model, WanTransformer3DModel)
         install_short_text(model, max_sequence_length)
 
-    def entry(self, model: nn.Module) -> nn.Module:
+    def input_layer(self, model: nn.Module) -> nn.Module:
         return model.get_submodule("patch_embedding")
 
     def forward(self, model: nn.Module, latents: Tensor, timesteps: Tensor, conditions: Mapping[str, Tensor]) -> Tensor:

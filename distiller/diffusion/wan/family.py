@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
-from distiller.diffusion.family import Condition, Family, expanded
+from distiller.diffusion.family import Condition, Family, expand_conditions
 from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.sampling_inputs import SamplingInputs
@@ -32,7 +32,7 @@ class WanFamily(Family):
     pipeline_class = WanPipeline
     architecture = WanArchitecture()
     network_parts = ("transformer", "transformer_2")
-    has_own_size = False
+    default_size_is_training_size = False
     text_parts = ("text_encoder", "tokenizer")
 
     def check_files(self) -> None:
@@ -51,7 +51,7 @@ class WanFamily(Family):
     def check_student(self, student: DiffusionStudent) -> None:
         del student
 
-    def own_size(self) -> tuple[int, int, int]:
+    def default_size(self) -> tuple[int, int, int]:
         # Defaults of the pipeline's call, rounded as the call rounds them to sizes that its networks can take.
         temporal, spatial = self._vae_steps
         num_frames, height, width = (int(self.call_defaults[name]) for name in ("num_frames", "height", "width"))
@@ -62,7 +62,7 @@ class WanFamily(Family):
             num_frames = num_frames // temporal * temporal + 1
         return num_frames, height, width
 
-    def drawn_size(self, shape: LatentShape) -> tuple[int, int, int]:
+    def pixel_size(self, shape: LatentShape) -> tuple[int, int, int]:
         temporal, spatial = self._vae_steps
         return (shape[1] - 1) * temporal + 1, shape[2] * spatial, shape[3] * spatial
 
@@ -94,10 +94,10 @@ class WanFamily(Family):
     def text_length(self, task: DiffusionOptions) -> int:
         return task.max_sequence_length or PIPELINE_TEXT_LENGTH
 
-    def kept_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
+    def max_tokens(self, tokenizers: Mapping[str, Any], length: int) -> dict[str, int]:
         return dict.fromkeys(tokenizers, length)
 
-    def cleaned(self, prompts: Sequence[str]) -> list[str]:
+    def clean_prompts(self, prompts: Sequence[str]) -> list[str]:
         return [prompt_clean(prompt) for prompt in prompts]
 
     def text_key(self) -> dict[str, Any]:
@@ -122,7 +122,9 @@ class WanFamily(Family):
         The pipeline would pad to `length` before the encoder, which masks the padding. Here prompts are padded to the
         longest one, which gives the same embeddings and is an order of magnitude faster for short prompts.
         """
-        tokens = pipeline.tokenizer(self.cleaned(prompts), truncation=True, max_length=length, add_special_tokens=True)
+        tokens = pipeline.tokenizer(
+            self.clean_prompts(prompts), truncation=True, max_length=length, add_special_tokens=True
+        )
         lengths = [len(ids) for ids in tokens.input_ids]
         with torch.no_grad():
             embeds, _ = pipeline.encode_prompt(
@@ -156,12 +158,12 @@ class WanFamily(Family):
             local_files_only=True,
         )
 
-    def draw(self, pipeline: Any, conditions: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
-        negative = expanded(conditions.negative, len(conditions.noise))
+    def draw(self, pipeline: Any, sampling_inputs: SamplingInputs, recipe: DiffusionRecipe, scale: float) -> Tensor:
+        negative = expand_conditions(sampling_inputs.negative, len(sampling_inputs.noise))
         num_frames, height, width = recipe.task.size
         return pipeline(
-            latents=conditions.noise,
-            prompt_embeds=conditions.positive["text"].float(),
+            latents=sampling_inputs.noise,
+            prompt_embeds=sampling_inputs.positive["text"].float(),
             negative_prompt_embeds=negative["text"].float(),
             height=height,
             width=width,

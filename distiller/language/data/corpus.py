@@ -17,14 +17,14 @@ from distiller.config.causal_lm import LanguageData
 from distiller.data.folders import files_below, files_matching, has_linked_folder
 from distiller.errors import UserError
 from distiller.language.data.documents import FORMS, Document, Text, document_of, is_blank, without_nulls
-from distiller.storage.packaged_files import local_path, looked_for
+from distiller.storage.packaged_files import local_path, search_note
 from distiller.storage.stages import digest_files, digest_of
 
 FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": "json", ".csv": "csv", ".txt": "text"}
 """Suffix of a single file -> the name of its format in `datasets`."""
 
 
-OTHER_KINDS = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
+KIND_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
 """Suffixes of files that hold rows of documents -> the `data.kind` that reads them."""
 
 
@@ -51,7 +51,7 @@ class TextFiles(Corpus):
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, (".txt",))
         for file in self._files:
-            if (kind := OTHER_KINDS.get(file.suffix.lower())) is not None:
+            if (kind := KIND_OF_SUFFIX.get(file.suffix.lower())) is not None:
                 raise UserError(
                     f"data.path: {file} is no plain text, and data.kind=text would learn it as it stands; set "
                     f"data.kind={kind}"
@@ -98,8 +98,8 @@ class DataSet(Corpus):
         self._path, self._split = local_path(path), split
         if not os.path.exists(self._path):
             raise UserError(
-                f"data.path: {path} does not exist{looked_for(self._path)}; give a data set's folder or a file on this "
-                "machine"
+                f"data.path: {path} does not exist{search_note(self._path)}; give a data set's folder or a file on "
+                "this machine"
             )
         if self._path.is_file() and self._path.suffix not in FORMATS:
             raise UserError(f"data.path: {path} is none of {', '.join(FORMATS)}; give one, or a data set's folder")
@@ -192,7 +192,7 @@ def _find_files(path: str, suffixes: Sequence[str]) -> list[Path]:
     if local.is_dir():
         files = [file for file in files_below(local) if file.suffix.lower() in suffixes]
         if not files:
-            others = sorted({kind for file in files_below(local) if (kind := OTHER_KINDS.get(file.suffix.lower()))})
+            others = sorted({kind for file in files_below(local) if (kind := KIND_OF_SUFFIX.get(file.suffix.lower()))})
             hint = f"set data.kind={others[0]}" if others else f"give a glob, such as '{path}/**/*.md'"
             raise UserError(f"data.path: the folder {path} holds no *{suffixes[0]}; {hint}")
         return files
@@ -203,7 +203,7 @@ def _find_files(path: str, suffixes: Sequence[str]) -> list[Path]:
         if not files:
             raise UserError(f"data.path: no file matches {path}")
         return files
-    raise UserError(f"data.path: {path} does not exist{looked_for(local)}; give a file, a folder or a glob")
+    raise UserError(f"data.path: {path} does not exist{search_note(local)}; give a file, a folder or a glob")
 
 
 def _files_in(folder: Path) -> list[Path]:

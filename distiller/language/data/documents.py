@@ -16,11 +16,11 @@ FORMS = '{"text": ...}, {"prompt": ..., "completion": ...} or {"messages": [{"ro
 """The forms of a row, for messages."""
 
 
-BESIDE = ("tools", "documents")
+TEMPLATE_LISTS = ("tools", "documents")
 """Keys of a row with lists of objects that transformers' `apply_chat_template` takes beside the messages."""
-OWN_VARIABLES = "chat_template_kwargs"
+TEMPLATE_VARIABLES_KEY = "chat_template_kwargs"
 """The key of a row with further variables for its chat template; TRL uses the same name."""
-NOT_THE_ROWS = ("functions", "chat_template", "add_generation_prompt", "continue_final_message")
+REFUSED_KEYS = ("functions", "chat_template", "add_generation_prompt", "continue_final_message")
 """Keys that are refused in a row with messages, since they would change how the template writes a conversation.
 
 `functions` is the old name of `tools`.
@@ -83,7 +83,7 @@ def document_of(row: Any, origin: str) -> Document:
         raise UserError(f"data.path: {origin} has {has}; write one of {FORMS}")
     if forms[0] == ("messages",):
         return Chat(origin, _messages_of(row["messages"], origin), _options_of(row, origin))
-    for name in (*BESIDE, OWN_VARIABLES):
+    for name in (*TEMPLATE_LISTS, TEMPLATE_VARIABLES_KEY):
         if row.get(name):
             raise UserError(
                 f"data.path: {origin} has {name} and no messages; a chat template alone reads them: write messages, or "
@@ -130,7 +130,7 @@ def _messages_of(messages: Any, origin: str) -> tuple[dict[str, Any], ...]:
 def _options_of(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
     """What the row gives its chat template beside the messages; see `Chat.options`. Raises UserError."""
     options = {}
-    for name in BESIDE:
+    for name in TEMPLATE_LISTS:
         # Tables often hold the list as JSON text, since its objects have no columns in common.
         value = _decoded(row.get(name), name, origin)
         if not value and value in (None, [], ()):
@@ -138,15 +138,15 @@ def _options_of(row: Mapping[str, Any], origin: str) -> dict[str, Any]:
         if not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
             raise UserError(f"data.path: {origin}: {name} is {shown(value)}; it must be a list of objects")
         options[name] = list(value)
-    variables = _decoded(row.get(OWN_VARIABLES), OWN_VARIABLES, origin) or {}
+    variables = _decoded(row.get(TEMPLATE_VARIABLES_KEY), TEMPLATE_VARIABLES_KEY, origin) or {}
     if not isinstance(variables, Mapping):
-        raise UserError(f"data.path: {origin}: {OWN_VARIABLES} is {shown(variables)}; it must be an object")
+        raise UserError(f"data.path: {origin}: {TEMPLATE_VARIABLES_KEY} is {shown(variables)}; it must be an object")
     refused = [name for name in variables if name in ARGUMENTS or name == "messages"]
-    refused += [name for name in NOT_THE_ROWS if row.get(name) is not None]
+    refused += [name for name in REFUSED_KEYS if row.get(name) is not None]
     if refused:
         raise UserError(
             f"data.path: {origin} says {refused[0]}, which is not the data's to say; a row may have messages, "
-            f"{', '.join(BESIDE)}, and {OWN_VARIABLES} with other variables of the template"
+            f"{', '.join(TEMPLATE_LISTS)}, and {TEMPLATE_VARIABLES_KEY} with other variables of the template"
         )
     options |= variables
     _check_characters(options, "what its template is given", origin)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from distiller.errors import UserError
-from distiller.language.data.documents import BESIDE, Answer, Chat, Document, Text
+from distiller.language.data.documents import TEMPLATE_LISTS, Answer, Chat, Document, Text
 from distiller.storage.stages import digest_of
 
 BATCH = 256
@@ -67,7 +67,7 @@ class DocumentTokenizer:
             )
         self._tokenizer = tokenizer
         self._written: set[str] = set()
-        """Keys of `BESIDE` that are known to change what the chat template writes."""
+        """Keys of `TEMPLATE_LISTS` that are known to change what the chat template writes."""
         pad_ids: tuple[Any, ...] = (tokenizer.pad_token_id, tokenizer.eos_token_id)
         self._pad_ids = [int(token_id) for token_id in pad_ids if token_id is not None]
 
@@ -164,7 +164,7 @@ class DocumentTokenizer:
                 f"data.path: {chat.origin} is a conversation and the tokenizer has no chat template; write prompt and "
                 "completion instead, or give a teacher that has one"
             ) from error
-        for name in chat.options.keys() & set(BESIDE) - self._written:
+        for name in chat.options.keys() & set(TEMPLATE_LISTS) - self._written:
             options = {key: value for key, value in chat.options.items() if key != name}
             alone = replace(chat, options=options)
             if self._apply(alone, chat.messages, tokenize=False) == self._apply(chat, chat.messages, tokenize=False):

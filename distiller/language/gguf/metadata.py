@@ -18,7 +18,7 @@ from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config
 from distiller.errors import UserError
 from distiller.language.gguf.rope import ROPE_KEYS, apply_rope
 
-SECTIONS = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
+READER_NAMES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
 """llama.cpp's name of an architecture -> the name in transformers' reader, where they differ."""
 
 WITHOUT_EFFECT = frozenset(
@@ -79,7 +79,7 @@ def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[st
         UserError: a key changes what the model computes, and the config has no attribute for it.
     """
     architecture = metadata["general.architecture"]
-    prefix, known = f"{architecture}.", keys_taken(architecture, metadata, tuple(tensors))
+    prefix, known = f"{architecture}.", applied_keys(architecture, metadata, tuple(tensors))
     values = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     if architecture == "llama" and hasattr(config, "sliding_window"):
         # The reader makes a Mistral config where the model's name says so; llama.cpp has no window for "llama".
@@ -110,13 +110,13 @@ def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[st
         setattr(config, name, value)
 
 
-def keys_taken(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
+def applied_keys(architecture: str, metadata: Mapping[str, Any], tensors: Collection[str]) -> set[str]:
     """The keys, without the architecture's prefix, that transformers' reader applies to the config."""
     if architecture in GGUF_CONFIG_ARCHS:
         read = _Recording(metadata)
         get_gguf_config(read, tuple(tensors))
         return {key.removeprefix(f"{architecture}.") for key in read.keys_read}
-    mapping = GGUF_CONFIG_MAPPING[SECTIONS.get(architecture, architecture)]
+    mapping = GGUF_CONFIG_MAPPING[READER_NAMES.get(architecture, architecture)]
     return {key for key, name in mapping.items() if name is not None}
 
 

@@ -33,7 +33,7 @@ from distiller.storage.stages import Stage, digest_files
 FORMAT = 2
 """Version of the conversion; a part of the stages' keys."""
 
-HALVES = (torch.bfloat16, torch.float16)
+HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes in which `exact_dtype` tries to hold weights, in this order."""
 
 PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
@@ -158,7 +158,7 @@ class GgufModel:
                 dtype=torch.float32,
                 local_files_only=True,
                 output_loading_info=True,
-                **_whole_weights(),
+                **_dequantize_options(),
             )
             model, report = loaded
         except Exception as error:
@@ -187,13 +187,13 @@ class GgufModel:
 
 def exact_dtype(state: dict[str, Tensor]) -> torch.dtype:
     """The first of bfloat16, float16 and float32 that holds every value of these float32 tensors exactly."""
-    for dtype in HALVES:
+    for dtype in HALF_DTYPES:
         if all(torch.equal(tensor.to(dtype).float(), tensor) for tensor in state.values()):
             return dtype
     return torch.float32
 
 
-def _whole_weights() -> dict[str, Any]:
+def _dequantize_options() -> dict[str, Any]:
     """Arguments of `from_pretrained` that dequantise: newer versions of transformers may keep the quantised blocks."""
     try:
         from transformers import GgufConfig

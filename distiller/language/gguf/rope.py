@@ -34,7 +34,7 @@ LLAMA3_DEFAULTS = (1.0, 4.0, 8192)
 
 def apply_rope(
     config: Any,
-    own: Mapping[str, Any],
+    values: Mapping[str, Any],
     factors: Mapping[str, Any],
     known: Collection[str],
     origin: str,
@@ -44,7 +44,7 @@ def apply_rope(
 
     Args:
         config: a config of transformers, changed in place.
-        own: the values of the architecture's keys; keys are without `prefix`.
+        values: the values of the architecture's keys; keys are without `prefix`.
         factors: the tensors of `FACTOR_TENSORS` that the file has, float32 arrays, one entry per frequency.
         known: keys, without `prefix`, that transformers' reader has applied.
         origin: the file's name, with which messages begin.
@@ -55,23 +55,23 @@ def apply_rope(
     """
     if getattr(config, "rope_parameters", None) is None:
         if unused_keys := sorted(
-            key for key in own if key in ROPE_KEYS and key != "rope.dimension_count" and key not in known
+            key for key in values if key in ROPE_KEYS and key != "rope.dimension_count" and key not in known
         ):
             raise UserError(
                 f"{origin}: its key {prefix}{unused_keys[0]} is of rotary positions, which its model has not"
             )
         return
-    _check_width(config, own, known, origin, prefix)
+    _check_width(config, values, known, origin, prefix)
     # One dictionary for the whole model, or one for each layer type. Layers of sliding attention are never scaled.
     parameters = config.rope_parameters
     full = parameters.get("full_attention", parameters)
-    if "rope.freq_base" in own:
-        full["rope_theta"] = float(own["rope.freq_base"])
-    if "rope.freq_base_swa" in own:
+    if "rope.freq_base" in values:
+        full["rope_theta"] = float(values["rope.freq_base"])
+    if "rope.freq_base_swa" in values:
         if "sliding_attention" not in parameters:
             raise UserError(f"{origin}: {prefix}rope.freq_base_swa is of layers that its model has not")
-        parameters["sliding_attention"]["rope_theta"] = float(own["rope.freq_base_swa"])
-    scaling = _scaling(config, own, factors, origin, prefix)
+        parameters["sliding_attention"]["rope_theta"] = float(values["rope.freq_base_swa"])
+    scaling = _scaling(config, values, factors, origin, prefix)
     if scaling:
         full.update(scaling)
     if LLAMA3_FACTORS in factors and np.any(factors[LLAMA3_FACTORS] != 1):
@@ -80,22 +80,22 @@ def apply_rope(
         full.update(_llama3(np.asarray(factors[LLAMA3_FACTORS], np.float64), full["rope_theta"], origin))
 
 
-def _check_width(config: Any, own: Mapping[str, Any], known: Collection[str], origin: str, prefix: str) -> None:
+def _check_width(config: Any, values: Mapping[str, Any], known: Collection[str], origin: str, prefix: str) -> None:
     """Sets `partial_rotary_factor` where the file rotates another number of a head's channels than the config.
 
     Raises UserError where the config has no such attribute.
     """
-    wanted = own.get("rope.dimension_count")
+    wanted = values.get("rope.dimension_count")
     if wanted is None or "rope.dimension_count" in known:
         return
-    head_dim = getattr(config, "head_dim", None) or own.get("attention.key_length")
+    head_dim = getattr(config, "head_dim", None) or values.get("attention.key_length")
     head_dim = head_dim or config.hidden_size // config.num_attention_heads
     parameters = config.rope_parameters
     share = parameters.get("full_attention", parameters).get("partial_rotary_factor")
     share = share or getattr(config, "partial_rotary_factor", None) or 1.0
     if int(head_dim * share) == wanted:
         return
-    if share == 1.0 and wanted == own.get("attention.key_length"):
+    if share == 1.0 and wanted == values.get("attention.key_length"):
         return
     if hasattr(config, "partial_rotary_factor") or "partial_rotary_factor" in parameters:
         parameters["partial_rotary_factor"] = wanted / head_dim
@@ -107,13 +107,13 @@ def _check_width(config: Any, own: Mapping[str, Any], known: Collection[str], or
 
 
 def _scaling(
-    config: Any, own: Mapping[str, Any], factors: Mapping[str, Any], origin: str, prefix: str
+    config: Any, values: Mapping[str, Any], factors: Mapping[str, Any], origin: str, prefix: str
 ) -> dict[str, Any]:
     """The entries of `rope_parameters` for `rope.scaling.*` and LongRoPE; empty without scaling. Raises UserError."""
-    kind = own.get("rope.scaling.type")
-    factor = float(own.get("rope.scaling.factor") or own.get("rope.scale_linear") or 1.0)
-    original = own.get("rope.scaling.original_context_length")
-    attention = float(own.get("rope.scaling.attn_factor") or 1.0)
+    kind = values.get("rope.scaling.type")
+    factor = float(values.get("rope.scaling.factor") or values.get("rope.scale_linear") or 1.0)
+    original = values.get("rope.scaling.original_context_length")
+    attention = float(values.get("rope.scaling.attn_factor") or 1.0)
     if LONG_FACTORS in factors or SHORT_FACTORS in factors:
         if not (LONG_FACTORS in factors and SHORT_FACTORS in factors and original):
             raise UserError(
@@ -146,8 +146,8 @@ def _scaling(
             "rope_type": "yarn",
             "factor": factor,
             "original_max_position_embeddings": int(original or config.max_position_embeddings),
-            "beta_fast": float(own.get("rope.scaling.yarn_beta_fast") or 32.0),
-            "beta_slow": float(own.get("rope.scaling.yarn_beta_slow") or 1.0),
+            "beta_fast": float(values.get("rope.scaling.yarn_beta_fast") or 32.0),
+            "beta_slow": float(values.get("rope.scaling.yarn_beta_slow") or 1.0),
         }
     raise UserError(
         f"{origin}: its key {prefix}rope.scaling.type is {kind}, which is not read (linear, yarn and none are); give "

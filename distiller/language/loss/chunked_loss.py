@@ -21,7 +21,7 @@ from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds, 
 CHUNK_BYTES = 512 * 2**20
 """Size of a chunk's logits in float32. Eager operations hold several tensors of this size at a time. Compiled ones hold
 few or none: both models' logits and the gradient then stay in the dtype of the matrix products."""
-MOST_CHUNK_TOKENS = 4096
+MAX_CHUNK_TOKENS = 4096
 FLOAT16_SCALE = 2.0**10
 """Factor of gradients while they are in float16: with a large vocabulary most of p - q is below float16's range."""
 
@@ -155,7 +155,7 @@ def default_chunk_tokens(vocabulary: int) -> int:
     A multiple of 128, for which matrix products are fast, unless fewer than 128 fit. 1,024 for 128,256 ids, and 4,096
     for 32,000 ids.
     """
-    tokens = min(CHUNK_BYTES // (4 * vocabulary), MOST_CHUNK_TOKENS)
+    tokens = min(CHUNK_BYTES // (4 * vocabulary), MAX_CHUNK_TOKENS)
     return max(tokens // 128 * 128, min(tokens, 128), 1)
 
 
@@ -307,19 +307,21 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) ->
     return logits
 
 
-def _teacher_rows(target: Target, rows: Tensor, filled: Tensor, height: int, num_shared: int) -> Tensor | SparseTarget:
+def _teacher_rows(
+    target: Target, rows: Tensor, padded_rows: Tensor, height: int, num_shared: int
+) -> Tensor | SparseTarget:
     """The teacher of one chunk, with `height` rows: logits, or a sparse target.
 
     Logits are over the first `num_shared` ids, or over all where the teacher has fewer. An output layer gives some
     further ids, as `product_width` says.
 
     Args:
-        rows, filled: indices of the chunk's tokens, without padding [n] and with padding [height]; int64.
+        rows, padded_rows: indices of the chunk's tokens, without padding [n] and with padding [height]; int64.
     """
     if isinstance(target, SparseTarget):
-        return target.rows(filled)
+        return target.rows(padded_rows)
     if isinstance(target, LogitsTarget):
-        return target.logits[filled, :num_shared]
+        return target.logits[padded_rows, :num_shared]
     width = product_width(num_shared, len(target.weight))
     weight = target.weight[:width]
     bias = None if target.bias is None else target.bias[:width]

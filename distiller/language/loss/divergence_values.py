@@ -17,7 +17,7 @@ from torch import Tensor
 from distiller.errors import UserError
 from distiller.language.loss.divergences import Divergence
 
-LEAST_LOG = -1e30
+MIN_LOG = -1e30
 """Used for log 0: finite, so that 0 * log 0 is 0 and not NaN. Ids with a logit of -inf or a dtype's lowest get it."""
 
 
@@ -133,7 +133,7 @@ def cross_entropy_gradient(student: Tensor, labels: Tensor) -> Tensor:
 
 
 def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
-    """log softmax(logits / temperature) [N, V] in float32; the lowest values are about `LEAST_LOG`.
+    """log softmax(logits / temperature) [N, V] in float32; the lowest values are about `MIN_LOG`.
 
     The largest logit is subtracted before the division. At a low temperature the quotients are large, and their
     rounding errors would be large compared with their differences.
@@ -143,7 +143,7 @@ def log_probabilities(logits: Tensor, temperature: float) -> Tensor:
         temperature: positive.
     """
     logits = logits.float()
-    shifted = ((logits - logits.detach().amax(1, keepdim=True)) / temperature).clamp(min=LEAST_LOG)
+    shifted = ((logits - logits.detach().amax(1, keepdim=True)) / temperature).clamp(min=MIN_LOG)
     # The largest value in a row is 0, so the sum is between 1 and V.
     return shifted - shifted.exp().sum(1, keepdim=True).log()
 
@@ -158,7 +158,7 @@ class _Sparse(NamedTuple):
     """[N, K + 1]: see `Terms.slopes`; of the target's ids, then of the tail."""
 
     log_outside: Tensor
-    """[N, V]: log q, with `LEAST_LOG` at the target's ids."""
+    """[N, V]: log q, with `MIN_LOG` at the target's ids."""
 
     log_tail: Tensor
     """[N, 1]: log of the student's probability of all ids that are not the target's."""
@@ -166,7 +166,7 @@ class _Sparse(NamedTuple):
 
 def _sparse_terms(divergence: Divergence, log_q: Tensor, target: SparseTarget) -> _Sparse:
     # The tail is summed over the other ids: 1 - sum(q) over the target's ids would lose a small tail to rounding.
-    log_outside = log_q.scatter(1, target.ids, LEAST_LOG)
+    log_outside = log_q.scatter(1, target.ids, MIN_LOG)
     log_tail = log_outside.logsumexp(1, keepdim=True)
     log_outcomes = torch.cat([log_q.gather(1, target.ids), log_tail], 1)
     weights = torch.cat([target.weights.float(), target.tail.float()[:, None]], 1)

@@ -139,7 +139,7 @@ def token_losses(
 
 
 def _unused(
-    changed: Tensor, sayable: Tensor, num_ids: int, absent: Tensor | None, wants_gradient: bool
+    changed: Tensor, token_logits: Tensor, num_ids: int, absent: Tensor | None, wants_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """-log of the probability on ids of tokens [C], and its gradient by all changed logits [C, V]; both float32.
 
@@ -148,23 +148,23 @@ def _unused(
 
     Args:
         changed: logits [C, V] after the student's scale and cap.
-        sayable: the logits of the ids of tokens [C, num_ids], -inf where `absent`.
+        token_logits: the logits of the ids of tokens [C, num_ids], -inf where `absent`.
 
     Returns:
         The gradient is None without `wants_gradient`.
     """
-    sayable = sayable.float()
+    token_logits = token_logits.float()
     if absent is None:
         other_logits, padding = changed[:, num_ids:].float(), (num_ids, 0)
     else:
         is_other = F.pad(absent, (0, changed.shape[1] - num_ids), value=True)
         other_logits, padding = changed.float().masked_fill(~is_other, -torch.inf), (0, 0)
-    log_odds = other_logits.logsumexp(1) - sayable.logsumexp(1)
+    log_odds = other_logits.logsumexp(1) - token_logits.logsumexp(1)
     if not wants_gradient:
         return F.softplus(log_odds), None
     other_probability = log_odds.sigmoid()[:, None]
     return F.softplus(log_odds), F.pad(other_probability * other_logits.softmax(1), padding) - _widened(
-        other_probability * sayable.softmax(1), changed
+        other_probability * token_logits.softmax(1), changed
     )
 
 

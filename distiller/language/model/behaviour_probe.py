@@ -17,7 +17,7 @@ from distiller.language.model.layer_subset import keep_layers
 from distiller.language.model.logits import change_of, suspicious_keys
 from distiller.language.model.spec import ModelSpec, new_model
 
-JOINING_TYPES = frozenset(
+TYPES_MIXING_PACKED_DOCUMENTS = frozenset(
     [
         "afmoe",
         "bamba",
@@ -71,7 +71,7 @@ are listed for their recurrent layers.
 OTHER_LOGITS_TYPES = frozenset(["prophetnet"])
 """Model types whose logits are not made from the last hidden states, and of which no small model can be made."""
 
-MOST_PARAMETERS = 150_000_000
+MAX_PARAMETERS = 150_000_000
 """Largest number of parameters of the small model: some configs have no widths that can be divided."""
 VOCABULARY = 128
 LENGTH = 8
@@ -108,7 +108,7 @@ def check_behaviour(spec: ModelSpec, origin: str, packs: bool) -> None:
     kind, behaviour = spec.config.model_type, observe(spec)
     keys = " ".join(f"{key} {value}" for key, value in suspicious_keys(spec.config).items())
     if behaviour is None:
-        separates = kind not in JOINING_TYPES
+        separates = kind not in TYPES_MIXING_PACKED_DOCUMENTS
         if kind in OTHER_LOGITS_TYPES:
             raise UserError(f"{origin}: model type {kind} makes its logits of other hidden states; give another model")
         if keys and spec.logit_change.is_plain:
@@ -177,7 +177,7 @@ def small_config(spec: ModelSpec) -> Any:
 def _observe(config: Any, trusts_code: bool) -> Behaviour | None:
     """Runs rows of two documents, of which one is exchanged. None for a model that is too large or shows no effect."""
     with init_empty_weights():
-        if new_model(config, trusts_code).num_parameters() > MOST_PARAMETERS:
+        if new_model(config, trusts_code).num_parameters() > MAX_PARAMETERS:
             return None
     model = new_model(config, trusts_code).eval()
     for parameter in model.parameters():

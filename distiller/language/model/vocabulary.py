@@ -53,11 +53,11 @@ def own_tokenizer(
     if student is None or student.tokenizer is None:
         return None, None
     documents = documents_of(open_corpus(recipe.data), recipe.data.max_samples)
-    difference = other_reading(teacher, student, documents, recipe.task.trust_remote_code)
+    difference = tokenizer_difference(teacher, student, documents, recipe.task.trust_remote_code)
     return (student if difference is None else None), difference
 
 
-def other_reading(
+def tokenizer_difference(
     teacher: LanguageFiles, student: LanguageFiles, documents: Iterable[Document], trusts_code: bool
 ) -> str | None:
     """How the student's own tokenizer differs from the teacher's on the first documents; None where it does not.
@@ -91,25 +91,25 @@ def other_reading(
     return None
 
 
-def _difference(ours: TokenisedDocument, theirs: TokenisedDocument, tokenizer: Any) -> str | None:
+def _difference(student: TokenisedDocument, teacher: TokenisedDocument, tokenizer: Any) -> str | None:
     """The first difference between the student's and the teacher's tokens of one document, in words; None = equal."""
-    if ours.tokens.tolist() == theirs.tokens.tolist():
-        differs = ours.learnt.tolist() != theirs.learnt.tolist()
+    if student.tokens.tolist() == teacher.tokens.tolist():
+        differs = student.learnt.tolist() != teacher.learnt.tolist()
         return "the same tokens, and another part of them is the answer" if differs else None
-    pairs = zip(ours.tokens.tolist(), theirs.tokens.tolist(), strict=False)
-    shorter = min(len(ours.tokens), len(theirs.tokens))
+    pairs = zip(student.tokens.tolist(), teacher.tokens.tolist(), strict=False)
+    shorter = min(len(student.tokens), len(teacher.tokens))
     index_of_first = next(
         (index for index, (student_token, teacher_token) in enumerate(pairs) if student_token != teacher_token), shorter
     )
-    student_token, teacher_token = (_token(reading, index_of_first, tokenizer) for reading in (ours, theirs))
+    student_token, teacher_token = (_token(reading, index_of_first, tokenizer) for reading in (student, teacher))
     return f"{student_token} at token {index_of_first + 1}, where the teacher's makes {teacher_token}"
 
 
-def _token(reading: TokenisedDocument, place: int, tokenizer: Any) -> str:
-    """The token at index `place`, in quotes."""
-    if place >= len(reading.tokens):
+def _token(reading: TokenisedDocument, index: int, tokenizer: Any) -> str:
+    """The token at `index`, in quotes."""
+    if index >= len(reading.tokens):
         return "its end"
-    return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[place])))
+    return repr(tokenizer.convert_ids_to_tokens(int(reading.tokens[index])))
 
 
 def vocabulary_notices(tokenizer: Any, teacher_vocabulary: int, student_vocabulary: int, ids: TokenIds) -> list[str]:
