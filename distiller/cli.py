@@ -279,6 +279,8 @@ def _evaluate(options: argparse.Namespace, stops: StopSignals) -> None:
     with collections_paused():
         from distiller import commands
 
+    # So that a checkpoint's exported student is removed again.
+    stops.listen(is_training=False)
     commands.evaluate(options.run_dir, options.overrides)
 
 
@@ -289,6 +291,7 @@ def _sample(options: argparse.Namespace, stops: StopSignals) -> None:
     with collections_paused():
         from distiller import commands
 
+    stops.listen(is_training=False)
     commands.sample(options.run_dir, options.overrides, options.prompts, options.seed, options.output)
 
 

@@ -14,7 +14,7 @@ from distiller.checkpoint.format import Identity, Progress, SessionTotals, Store
 from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.snapshot import Snapshot
-from distiller.checkpoint.writing import CheckpointTarget, CheckpointWriter, no_space_message
+from distiller.checkpoint.writing import CheckpointTarget, CheckpointWriter, no_space_message, remove_folder
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedError, CheckpointError, UserError
 from distiller.student_state.base import KINDS, Piece, StudentState
@@ -72,7 +72,7 @@ class Checkpoints:
     def remove_stale(self) -> None:
         """Removes incomplete checkpoints of earlier processes. Rank 0 calls it, before anything is saved."""
         for partial in (*self._folder.glob(".*.partial"), *self._folder.glob(_OLDER_EXPORT_FOLDER)):
-            shutil.rmtree(partial)
+            remove_folder(partial)
 
     def save(self, step: int, skipped_steps: int, wait: bool = False, spent: SessionTotals = _NO_TOTALS) -> None:
         """Copies the state to host memory; threads write it. First waits for the save before, if it is still running.
@@ -105,6 +105,11 @@ class Checkpoints:
         """Waits for the save that is running, if any. Every rank calls it. Communicates."""
         if self._finish() is not None:
             self.num_failed += 1
+
+    def wait_for_writer(self, limit_s: float) -> None:
+        """Waits for this rank's thread if a save is running, at most so long. Does not communicate."""
+        if self._writer is not None:
+            self._writer.join(limit_s)
 
     def load(self, step: int) -> int:
         """Loads `step-N` into student, optimizer and average; returns the number of steps skipped until then.

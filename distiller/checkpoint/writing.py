@@ -94,6 +94,10 @@ class CheckpointWriter:
             shutil.rmtree(self._checkpoint.partial, ignore_errors=True)
         return failure
 
+    def join(self, limit_s: float) -> None:
+        """Waits for the thread, at most so long."""
+        self._thread.join(limit_s)
+
     def _run(self) -> None:
         try:
             self._write_own()
@@ -169,12 +173,25 @@ class CheckpointWriter:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Renames the folder before removing it: a half-removed checkpoint must not look like a damaged one."""
-    if folder.exists():
+    """Renames the folder before removing it: a half-removed checkpoint must not look like a damaged one.
+
+    Of a link to a checkpoint elsewhere only the link is removed.
+    """
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         removed = folder.with_name(f".{folder.name}.removed.partial")
         shutil.rmtree(removed, ignore_errors=True)
         folder.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder, or a link to one; not what the link leads to."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def failure_message(error: Exception, checkpoint: CheckpointTarget) -> str:

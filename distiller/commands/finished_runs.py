@@ -11,7 +11,7 @@ from typing import Any
 from distiller.build import build_task
 from distiller.commands.run_reading import exported_student, open_run, run_folder_of
 from distiller.distributed.devices import best_device, teacher_dtype
-from distiller.errors import QualityGateError, UserError
+from distiller.errors import QualityGateError, RunError, UserError
 from distiller.export import export_checkpoint, find_checkpoint
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
@@ -27,19 +27,16 @@ def evaluate(given: Path, overrides: list[str]) -> None:
     task = build_task(run.recipe)
     if not isinstance(task, Evaluable):
         raise UserError(f"distiller evaluate: task.kind {run.recipe.task.kind} has no evaluation")
-    summary_file = run.folder / SUMMARY_FILE
-    try:
-        summary = json.loads(summary_file.read_text(encoding="utf-8")) if summary_file.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{summary_file}: is not readable JSON ({error}); remove it") from error
+    summary = _summary(run.folder)
     with exported_student(run, task) as (folder, step):
         report = task.evaluate(folder, teacher_dtype(run.recipe.teacher.dtype, device), device)
-    if step is None:
-        write_durably(summary_file, json.dumps(summary | {"evaluation": report}, indent=2) + "\n")
-    else:
-        write_durably(run.folder / f"evaluation-step-{step}.json", json.dumps(report, indent=2) + "\n")
+    # Before they are stored: hours of work must not be lost with a disk.
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")
+    try:
+        _store(run.folder, report, step, summary)
+    except OSError as error:
+        raise RunError(f"{run.folder}: the figures above cannot be stored ({error.strerror or error})") from error
     if (missed := task.missed_gate(report)) is not None:
         raise QualityGateError(missed)
 
@@ -54,6 +51,8 @@ def sample(given: Path, overrides: list[str], prompts: list[str], seed: int, out
     if target.suffix.lower() not in task.sample_suffixes or not os.path.isdir(target.parent):
         suffixes = ", ".join(sorted(task.sample_suffixes))
         raise UserError(f"--output {target}: give a file in a folder that exists, ending in one of {suffixes}")
+    if not os.access(target.parent, os.W_OK):
+        raise UserError(f"{target.parent}: cannot be written; give --output with a file in another folder")
     with exported_student(run, task) as (folder, _):
         task.sample(folder, prompts, seed, best_device(), target)
     print(target)
@@ -70,6 +69,25 @@ def export(checkpoint: Path, output: Path | None) -> None:
         raise UserError(f"--output {target}: {target.parent} is not a folder")
     export_checkpoint(build_task(open_run(run_dir, "export").recipe), folder, target)
     print(target)
+
+
+def _summary(folder: Path) -> dict[str, Any]:
+    """The content of summary.json, empty where there is none. Raises UserError."""
+    file = folder / SUMMARY_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{file}: is not readable JSON ({error}); remove it") from error
+
+
+def _store(folder: Path, report: dict[str, Any], step: int | None, summary: dict[str, Any]) -> None:
+    """Writes the figures; `summary` is what was in summary.json before the evaluation."""
+    if step is not None:
+        write_durably(folder / f"evaluation-step-{step}.json", json.dumps(report, indent=2) + "\n")
+    elif (current := _summary(folder)).get("steps") != summary.get("steps"):
+        print(f"note: {folder} was trained on meanwhile; the figures are of its former student and are not stored")
+    else:
+        write_durably(folder / SUMMARY_FILE, json.dumps(current | {"evaluation": report}, indent=2) + "\n")
 
 
 def _free_file(file: Path) -> Path:

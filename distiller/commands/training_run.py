@@ -33,6 +33,8 @@ from distiller.training.update_plan import last_step_of
 
 DRY_RUN_STEPS = 3
 FLOAT32_BYTES = 4
+WRITER_PATIENCE_S = 120.0
+"""How long a rank that fails by itself waits for the checkpoint that is being written."""
 
 
 def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) -> None:
@@ -63,6 +65,10 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
     except StoppedError as error:
         if error.is_agreed:
             _close(run)
+        raise
+    except Exception:
+        # Nor must a failure of this rank alone. Its thread needs no other rank; rank 0's waits for the others' files.
+        run.checkpoints.wait_for_writer(WRITER_PATIENCE_S)
         raise
     finally:
         run.tracker.close_bar()
@@ -106,7 +112,7 @@ def dry_run(recipe: Recipe) -> None:
     is_main, checkpoint_bytes = run.accelerator.is_main_process, run.checkpoints.total_bytes()
     _close(run)
     if is_main:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         print(disk_line(recipe, checkpoint_bytes, run.student_parameters * FLOAT32_BYTES))
 
 
@@ -161,9 +167,9 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
 
 def _write_summary(run: Run, outcome: Outcome) -> None:
     """The final figures: of all sessions, but for memory, which is the last one's."""
-    loss, took = outcome.metrics["loss"], replace(outcome.spent, wall_s=time.perf_counter() - run.started)
+    loss, took = outcome.metrics.get("loss"), replace(outcome.spent, wall_s=time.perf_counter() - run.started)
     spent = run.checkpoints.spent_before + took
-    samples_per_s = outcome.metrics["perf/samples_per_s"]
+    samples_per_s = outcome.metrics.get("perf/samples_per_s")
     if spent.timed_steps:
         samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
     summary = {

@@ -40,10 +40,15 @@ class StopSignals:
         self.requested = 0
         """Number of the first signal; 0 before it."""
         self._is_deferred = False
+        self._is_training = True
         self._handlers: dict[int, Any] = {}
 
-    def listen(self) -> None:
-        """Catches `STOP_SIGNALS` and the launcher's death from now on. Called in the main thread."""
+    def listen(self, is_training: bool = True) -> None:
+        """Catches `STOP_SIGNALS` and the launcher's death from now on. Called in the main thread.
+
+        `is_training`: whether the command can be continued by --resume, as the messages then say.
+        """
+        self._is_training = is_training
         for number in (*STOP_SIGNALS, PARENT_GONE):
             # nohup's ignored SIGHUP stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
@@ -90,7 +95,9 @@ class StopSignals:
             self._raise("outside of the training loop")
 
     def _raise(self, when: str) -> None:
-        text = f"stopped by {signal_name(self.requested)} {when}; continue with --resume"
+        text = f"stopped by {signal_name(self.requested)}; start it again"
+        if self._is_training:
+            text = f"stopped by {signal_name(self.requested)} {when}; continue with --resume"
         raise StoppedError(text, self.requested, is_agreed=False)
 
     def _watch(self) -> None:

@@ -17,6 +17,9 @@ from pathlib import Path
 from distiller.errors import UserError
 
 LOCK_FILE = ".running"
+_held: dict[str, int] = {}
+"""Locked folder -> the descriptor of its lock file, in this process."""
+
 WITHOUT_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -39,16 +42,19 @@ def lock_folder(folder: Path, key: str = "output_dir") -> None:
     `key` is the folder's recipe key, for messages.
     """
     handle = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT, 0o666)
-    # Never closed: closing any descriptor of the file would end the lock.
+    # Open until `remove_lock_file`: closing any descriptor of the file would end the lock.
     _lock(handle, folder, key)
+    _held[os.path.abspath(folder)] = handle
     holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
     os.ftruncate(handle, 0)
     os.pwrite(handle, json.dumps(holder).encode(), 0)
 
 
 def remove_lock_file(folder: Path) -> None:
-    """Removes the lock file at the end of a run; the lock itself ends with the process."""
+    """Removes the lock file at the end of a run, and then ends the lock: over NFS an open file cannot be removed."""
     (folder / LOCK_FILE).unlink(missing_ok=True)
+    if (handle := _held.pop(os.path.abspath(folder), None)) is not None:
+        os.close(handle)
 
 
 def _lock(handle: int, folder: Path, key: str = "output_dir") -> None:

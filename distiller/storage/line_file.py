@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 from pathlib import Path
 from typing import final
+
+from distiller.storage.durable_writes import write_durably
 
 
 @final
@@ -16,6 +19,19 @@ class LineFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._has_warned = False
+
+    def cut_back(self, last_step: int) -> None:
+        """Drops the lines (JSON objects) whose `step` is later, and an incomplete last line. Raises OSError."""
+        if not self.path.is_file():
+            return
+        kept: list[str] = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            try:
+                if json.loads(line)["step"] <= last_step:
+                    kept.append(line + "\n")
+            except (ValueError, KeyError, TypeError):
+                continue
+        write_durably(self.path, "".join(kept))
 
     def append(self, lines: str) -> None:
         """Appends lines, each with its newline, or none of them. Does not raise OSError."""

@@ -102,7 +102,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         torch.cuda.reset_peak_memory_stats(accelerator.device)
     step_counts = StepCountReducer(accelerator)
     guard = NonFiniteGuard(
-        accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps
+        accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps, run.first_step
     )
     buffer_rollback = BufferRollback(run.student)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
@@ -148,7 +148,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         # On a GPU these flags are one update old: they may have been sent before the last save.
         is_due_by_clock = flags.is_checkpoint_due and flags.step > saved_step
         is_saved = is_due(recipe.checkpoint, step, run.last_step, is_due_by_clock)
-        is_saved = is_saved or (is_save_postponed and step < run.last_step)
+        is_saved = is_saved or is_save_postponed
         if is_logged:
             metrics = {
                 "step": step,
@@ -165,8 +165,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         if is_logged or is_saved:
             guard.flush()
         # After a bad update the save is postponed to a good one: if several in a row end the run, its newest checkpoint
-        # is from before them.
-        is_save_postponed = is_saved and not guard.last_was_finite
+        # is from before them. After the last update there is none to wait for: the state is that of the last good one.
+        is_save_postponed = is_saved and not guard.last_was_finite and step < run.last_step
         if is_saved and not is_save_postponed:
             try:
                 is_last, spent = step == run.last_step, _spent(run, timer)

@@ -51,9 +51,20 @@ class NonFiniteGuard:
         was_bad: whether this rank's last update was bad (1) or not (0); float32 scalar on the device.
     """
 
-    def __init__(self, accelerator: Accelerator, ranks: Ranks, run_dir: Path, max_bad_steps: int, skipped: int) -> None:
+    def __init__(
+        self,
+        accelerator: Accelerator,
+        ranks: Ranks,
+        run_dir: Path,
+        max_bad_steps: int,
+        skipped: int = 0,
+        first_step: int = 1,
+    ) -> None:
+        """`skipped`: updates skipped before `first_step`, where this session begins; later lines of the file go."""
         self._accelerator, self._ranks, self._max_bad_steps = accelerator, ranks, max_bad_steps
         self._file = LineFile(run_dir / BAD_BATCHES_FILE)
+        if ranks.is_main:
+            self._file.cut_back(first_step - 1)
         self._pending: deque[_Update] = deque()
         self._num_consecutive = 0
         self.num_skipped = torch.full((), float(skipped), device=accelerator.device)

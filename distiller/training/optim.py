@@ -55,8 +55,14 @@ def learning_rate(optim: Optim, step: int, last_step: int) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, value: float) -> None:
-    """Writes the rate into every parameter group."""
-    for group in optimizer.param_groups:
+    """Writes the rate into every parameter group.
+
+    With `offload_optimizer.ratio` below 1, DeepSpeed's ZeRO-3 steps the sub-groups that stay on the GPU with a second
+    AdamW, whose first group has copied the rate when it was made.
+    """
+    engine_optimizer = vars(optimizer).get("optimizer", optimizer)
+    on_gpu = vars(engine_optimizer).get("backup_optimizer")
+    for group in (*optimizer.param_groups, *(on_gpu.param_groups if on_gpu is not None else ())):
         group["lr"] = value
 
 

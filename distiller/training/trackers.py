@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -78,6 +79,7 @@ class Trackers:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._run = TrackedRun("", "", {})
+        self._has_warned = False
 
     def start(self, recipe: Recipe, first_step: int) -> None:
         """Opens the trackers that the recipe names; wandb works offline when there is no key, and asks nothing.
@@ -93,7 +95,7 @@ class Trackers:
                 tracker.store_init_configuration({"recipe": dump(recipe)})
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Logs a step's numbers to the trackers that do not have them."""
+        """Logs a step's numbers to the trackers that do not have them; where a disk is full, says so once."""
         receivers = [
             tracker
             for tracker in self._accelerator.trackers
@@ -103,9 +105,15 @@ class Trackers:
             return
         # Written first: if the session dies in between, a tracker misses a step; it would refuse one that comes twice.
         self._run = self._run.with_step([tracker.name for tracker in receivers], step)
-        self._run.write()
-        for tracker in receivers:
-            tracker.log(numbers, step=step)
+        try:
+            self._run.write()
+            for tracker in receivers:
+                tracker.log(numbers, step=step)
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                what = f"{self._run.folder}: {error.strerror or error}; trackers miss steps, training goes on"
+                print(f"distiller: {what}", file=sys.stderr, flush=True)
 
 
 def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, dict[str, Any]]:

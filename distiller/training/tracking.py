@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any, final
@@ -13,11 +14,23 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from distiller.config.recipe import Recipe
-from distiller.storage.durable_writes import write_durably
 from distiller.storage.line_file import LineFile
 from distiller.training.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
+PEAK_FLOPS = (
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L40", 181e12),
+    ("L4", 121e12),
+    ("4090", 165e12),
+    ("V100", 125e12),
+)
+"""Words of a GPU's name, and its dense 16-bit peak in FLOP/s, from the vendors' data sheets; the first match counts."""
 GIB = 2**30
 
 
@@ -32,7 +45,7 @@ class Tracker:
         self._trackers, self._first_step = Trackers(accelerator), first_step
         if not accelerator.is_main_process:
             return
-        _cut_back(self._file.path, first_step - 1)
+        self._file.cut_back(first_step - 1)
         self._bar = tqdm(
             total=last_step,
             initial=first_step - 1,
@@ -85,33 +98,18 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     """Dense 16-bit peak of the GPU's matrix units, FLOP/s, from the vendors' data sheets; None if unknown."""
     if device.type != "cuda" or precision == "no":
         return None
-    name = torch.cuda.get_device_name(device)
-    sheet = {
-        "H200": 989e12,
-        "H100": 989e12,
-        "A100": 312e12,
-        "L40S": 362e12,
-        "L4": 121e12,
-        "4090": 165e12,
-        "V100": 125e12,
-    }
-    return next((value for mark, value in sheet.items() if mark in name), None)
+    return _peak_of(torch.cuda.get_device_name(device))
+
+
+def _peak_of(name: str) -> float | None:
+    """See `peak_flops`; `name` as the driver gives it, such as "NVIDIA H100 80GB HBM3" or "Tesla V100-SXM2-16GB"."""
+    words = set(re.split(r"[ -]", name))
+    return next((value for marks, value in PEAK_FLOPS if words >= set(marks.split())), None)
 
 
 def last_metrics(run_dir: Path) -> dict[str, Any]:
-    """The newest line of a run's metrics.jsonl."""
-    return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
-
-
-def _cut_back(file: Path, last_step: int) -> None:
-    """Drops the lines of later steps than `last_step`, and an incomplete last line."""
-    if not file.is_file():
-        return
-    kept: list[str] = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            if json.loads(line)["step"] <= last_step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
-            continue
-    write_durably(file, "".join(kept))
+    """The newest line of a run's metrics.jsonl; empty where the file is gone or has none."""
+    try:
+        return json.loads((run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()[-1])
+    except (OSError, IndexError, ValueError):
+        return {}

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 from unittest.mock import Mock
@@ -337,3 +338,26 @@ def test_a_gathered_tensor_is_allocated_once(monkeypatch):
     whole = whole_on_main(shot, {"a": (3, 4)}, ALONE)
     assert torch.equal(whole["a"], torch.arange(12.0).view(3, 4))
     assert sizes.count((12,)) == 1
+
+
+def test_a_rank_that_fails_by_itself_lets_its_write_end(tmp_path, state, monkeypatch):
+    write = Snapshot.write
+    monkeypatch.setattr(Snapshot, "write", lambda self, file: (time.sleep(0.2), write(self, file))[1])
+    ours = checkpoints(tmp_path, state)
+    ours.wait_for_writer(60)
+    ours.save(2, 0)
+    ours.wait_for_writer(60)
+    assert latest_step(tmp_path) == 2
+
+
+def test_links_to_checkpoints_elsewhere_are_removed_and_what_they_lead_to_stays(tmp_path, state):
+    ours, folder = checkpoints(tmp_path, state), tmp_path / "checkpoints"
+    ours.save(2, 0, wait=True)
+    elsewhere = (folder / "step-2").rename(tmp_path / "moved")
+    (folder / "step-2").symlink_to(elsewhere)
+    (folder / ".step-1.removed.partial").symlink_to(elsewhere)
+    ours.remove_stale()
+    for step in (4, 6):
+        ours.save(step, 0, wait=True)
+    assert sorted(os.listdir(folder)) == ["latest", "step-4", "step-6"]
+    assert (elsewhere / "progress.json").is_file()

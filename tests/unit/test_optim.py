@@ -1,11 +1,14 @@
 """The average of the weights, and a scaler's flag. AdamW and its schedules are held by `test_reference_training`."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 
 from distiller.config.recipe import Optim
 from distiller.student_state.moving_average import average_unless
-from distiller.training.optim import build_optimizer
+from distiller.training.optim import build_optimizer, set_learning_rate
 
 
 @pytest.mark.parametrize("is_skipped", [0.0, 1.0])
@@ -28,3 +31,13 @@ def test_the_flag_of_an_overflow_may_be_a_vector_and_a_number_of_ranks(num_ranks
     optimizer.step()
     assert torch.equal(layer.weight, before) == (num_ranks > 0)
     assert float(optimizer.state[layer.weight]["step"]) == (0 if num_ranks else 1)
+
+
+def test_the_rate_reaches_the_second_optimizer_of_partial_offload():
+    """DeepSpeed's ZeRO-3 with `offload_optimizer.ratio` below 1 steps what stays on the GPU by an AdamW of its own."""
+    layer = torch.nn.Linear(3, 2)
+    optimizers = [torch.optim.AdamW([parameter], lr=0.5) for parameter in layer.parameters()]
+    engine = SimpleNamespace(param_groups=optimizers[0].param_groups, backup_optimizer=optimizers[1])
+    prepared = cast(Any, SimpleNamespace(optimizer=engine, param_groups=engine.param_groups))
+    set_learning_rate(prepared, 0.25)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in optimizers] == [0.25, 0.25]

@@ -1,8 +1,12 @@
 """Commands that read a run: which overrides they take, which student they show, and that one rank alone works."""
 
+import errno
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +14,7 @@ from distiller import commands
 from distiller.build import build_task
 from distiller.cli import main
 from distiller.commands.run_reading import ACCEPTED_KEYS, exported_student, open_run
+from distiller.diffusion.task import DiffusionTask
 from distiller.errors import UserError
 from tests import recipe_keys, toys
 
@@ -142,3 +147,37 @@ def test_a_checkpoint_is_named_from_inside_it_and_by_links(run_dir, tmp_path, mo
 def step_of(run) -> int | None:
     with exported_student(run, build_task(run.recipe)) as (_, step):
         return step
+
+
+def test_figures_that_cannot_be_stored_are_printed(run_dir, capsys, monkeypatch):
+    def full(file: Path, text: str) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("distiller.commands.finished_runs.write_durably", full)
+    assert main(["evaluate", str(run_dir), *FEW]) == 1
+    printed = capsys.readouterr()
+    assert "final_latent_mse" in printed.out
+    reason = f"distiller: {run_dir}: the figures above cannot be stored (Read-only file system)\n"
+    assert printed.err.endswith(reason)
+
+
+def test_figures_of_a_run_that_was_trained_on_meanwhile_are_not_stored(run_dir, capsys, monkeypatch):
+    file, evaluated = run_dir / "summary.json", DiffusionTask.evaluate
+
+    def evaluate_slowly(*arguments: Any) -> dict[str, Any]:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"steps": 9}))
+        return evaluated(*arguments)
+
+    monkeypatch.setattr(DiffusionTask, "evaluate", evaluate_slowly)
+    commands.evaluate(run_dir, FEW)
+    assert "was trained on meanwhile" in capsys.readouterr().out
+    assert json.loads(file.read_text())["evaluation"] == {}
+    assert json.loads(file.read_text())["steps"] == 9
+
+
+def test_a_stopped_evaluation_leaves_no_student(run_dir, monkeypatch, capsys):
+    shutil.rmtree(run_dir / "student")
+    monkeypatch.setattr(DiffusionTask, "evaluate", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    assert main(["evaluate", str(run_dir), *FEW]) == 128 + signal.SIGTERM
+    assert capsys.readouterr().err == "distiller: stopped by SIGTERM; start it again\n"
+    assert not [path for path in run_dir.iterdir() if path.name.startswith(".student")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import struct
@@ -14,7 +15,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
-from distiller.training.trackers import Trackers, options_of, tracked_run
+from distiller.training.trackers import TrackedRun, Trackers, options_of, tracked_run
 from distiller.training.tracking import Tracker
 from tests.toy_task import toy_recipe
 
@@ -160,3 +161,16 @@ def test_wandb_offline_leaves_two_pieces_of_one_group(tmp_path):
                 steps_seen.append(record.history.step.num)
     assert groups == {json.loads((tmp_path / "run" / "tracking" / "run.json").read_text())["id"]}
     assert steps_seen == list(range(1, 13))
+
+
+def test_a_disk_without_space_costs_trackers_their_steps_and_not_the_run(tmp_path, monkeypatch, capsys):
+    pytest.importorskip("tensorboard")
+
+    def full(self: TrackedRun) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    recipe = recipe_with(tmp_path / "run", "tensorboard")
+    session(recipe, range(1, 2))
+    monkeypatch.setattr(TrackedRun, "write", full)
+    session(recipe, range(2, 5))
+    assert capsys.readouterr().err.count("No space left on device; trackers miss steps, training goes on") == 1

@@ -19,6 +19,7 @@ from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.training.loop import train
+from distiller.training.tracking import _peak_of
 from tests.toy_state import IDENTITY
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, ToyStudent, build_toy_run, toy_recipe
 
@@ -240,3 +241,40 @@ def test_a_save_that_is_due_at_a_bad_update_is_made_after_the_next_good_one(tmp_
     assert is_bad[1]
     wanted = {next(later for later in range(due, 9) if not is_bad[later - 1]) for due in (2, 4, 6)}
     assert steps_in(tmp_path / "checkpoints") == sorted(wanted)
+
+
+def test_the_last_checkpoint_is_written_also_after_a_bad_update(tmp_path):
+    """Its state is that of the last good update; a longer run can continue it."""
+    in_last = rng.sample_order(0, 3, 16)[8]
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8), task=SpoiltTask({in_last}, math.nan))
+    state = PlainState(run.accelerator, run.student, run.optimizer)
+    run.checkpoints = Checkpoints(tmp_path, run.ranks, 8, IDENTITY, state, None)
+    outcome = train(run)
+    assert bad_batches(tmp_path)[-1]["step"] == run.last_step == 8
+    assert steps_in(tmp_path / "checkpoints") == [8]
+    assert run.checkpoints.load(8) == outcome.metrics["optim/skipped_steps"]
+
+
+def test_bad_updates_that_are_trained_again_are_listed_once(tmp_path):
+    lines = [{"step": step, "rank": 0, "loss": "nan", "sample_ids": [1]} for step in (2, 3, 4)]
+    (tmp_path / "bad_batches.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    run = build_toy_run(toy_recipe(tmp_path, batch_size=8))
+    run.first_step = 4
+    train(run)
+    assert [line["step"] for line in bad_batches(tmp_path)] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L4", 121e12),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA B200", None),
+    ],
+)
+def test_a_gpu_s_peak_is_found_by_whole_words(name, peak):
+    assert _peak_of(name) == peak
