@@ -6,13 +6,18 @@ import argparse
 import re
 import signal
 import socket
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from distiller import __version__
 from distiller.distributed.importing import collections_paused
-from distiller.distributed.process import end_loader_processes, is_main_process, prepare_environment, rank
+from distiller.distributed.process import (
+    end_loader_processes,
+    is_main_process,
+    prepare_environment,
+    print_to_stderr,
+    rank,
+)
 from distiller.distributed.rank_failure import (
     describe_lost_ranks,
     is_first_to_report,
@@ -61,24 +66,22 @@ def guarded(command: Callable[[StopSignals], None]) -> int:
     except (UserError, RunError) as error:
         # What torch's agent sends to the other ranks now must not replace the reason.
         stops.defer()
-        if isinstance(error, UserError) and not isinstance(error, AgreedUserError):
-            report_failure(one_line(error))
+        _tell_other_machines(error)
         codes = {UserError: EXIT_USE, QualityGateError: EXIT_GATE, RunError: EXIT_FAILED}
         return report_error(error, next(code for kind, code in codes.items() if isinstance(error, kind)))
     except StoppedError as error:
+        _tell_other_machines(error)
         return report_error(error, EXIT_SIGNALLED + error.signal_number)
-    except RuntimeError as error:
-        stops.defer()
-        if not is_lost_rank_error(error):
-            _report_unexpected(error)
-            raise
-        return report_error(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
     except KeyboardInterrupt:
         # Commands that write nothing which goes on, and the imports of the others, do not listen for signals.
         stopped = StoppedError("stopped by SIGINT; start it again", signal.SIGINT, is_agreed=False)
+        _tell_other_machines(stopped)
         return report_error(stopped, EXIT_SIGNALLED + signal.SIGINT)
     except Exception as error:
         stops.defer()
+        if isinstance(error, RuntimeError) and is_lost_rank_error(error):
+            return report_error(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
+        _tell_other_machines(error)
         if (text := full_disk(error)) is None:
             _report_unexpected(error)
             raise
@@ -87,6 +90,12 @@ def guarded(command: Callable[[StopSignals], None]) -> int:
         stops.close()
         end_loader_processes()
     return 0
+
+
+def _tell_other_machines(error: BaseException) -> None:
+    """Ends the wait of other machines' ranks for this one, if they still wait. Does not wait."""
+    if not _is_agreed(error):
+        report_failure(one_line(error))
 
 
 def report_error(error: BaseException, code: int) -> int:
@@ -102,7 +111,7 @@ def report_error(error: BaseException, code: int) -> int:
     plain = f"distiller{where}: {one_line(error)}"
     reason = named if is_own and not _is_agreed(error) else plain
     if _prints(error, reason):
-        print(named if is_own and not is_main_process() else plain, file=sys.stderr, flush=True)
+        print_to_stderr(named if is_own and not is_main_process() else plain)
     write_error_file(reason, is_own=isinstance(error, OwnUserError))
     return code
 

@@ -33,6 +33,8 @@ def export_run(run: Run) -> None:
     def write() -> None:
         try:
             partial = _write(run.task, _read(saved) if saved is not None else gathered, target)
+            if target.is_symlink():
+                target.unlink()
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
         except (OSError, SafetensorError) as error:

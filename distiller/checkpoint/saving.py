@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
@@ -15,6 +14,7 @@ from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.checkpoint.writing import CheckpointTarget, CheckpointWriter, no_space_message, remove_folder
+from distiller.distributed.process import print_to_stderr
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedError, CheckpointError, UserError
 from distiller.student_state.base import KINDS, Piece, StudentState
@@ -201,7 +201,7 @@ class Checkpoints:
 
     def _report_failure(self, failure: str) -> None:
         line = f"distiller: a checkpoint was not written, training goes on: {failure}; {self._newest_message()}"
-        print(line, file=sys.stderr, flush=True)
+        print_to_stderr(line)
 
     def _newest_message(self) -> str:
         try:

@@ -11,7 +11,6 @@ import contextlib
 import errno
 import json
 import shutil
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +28,7 @@ from distiller.checkpoint.format import (
     steps_in,
 )
 from distiller.checkpoint.snapshot import Snapshot
+from distiller.distributed.process import print_to_stderr
 from distiller.storage.durable_writes import sync_folder, write_durably
 
 _POLL_S = 0.02
@@ -158,7 +158,7 @@ class CheckpointWriter:
             try:
                 remove_checkpoint(old)
             except OSError as error:
-                print(f"distiller: {old} cannot be removed ({error.strerror})", file=sys.stderr, flush=True)
+                print_to_stderr(f"distiller: {old} cannot be removed ({error.strerror})")
 
     def _wait_for_report(self, rank: int) -> dict[str, Any] | None:
         while not self._is_aborted.is_set():

@@ -13,7 +13,16 @@ from typing import Annotated, Any, ClassVar, Generic, Literal, Self, TypeVar, fi
 from pydantic import Field, model_validator
 
 from distiller.config.placements.keys import path_keys
-from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
+from distiller.config.sections import (
+    Float,
+    NonNegative,
+    OutputLocation,
+    Positive,
+    PositiveFloat,
+    Section,
+    Switch,
+    Weight,
+)
 from distiller.config.teacher import Teacher
 from distiller.storage.stage_folders import CACHED_STAGES, StageFolders
 
@@ -177,8 +186,8 @@ EvaluationT = TypeVar("EvaluationT", bound=Section)
 class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     """A whole run, but for processes and the student's sharding, which are the launch file's."""
 
-    output_dir: Location = Field(default="outputs/run", description="relative to the working directory")
-    cache_dir: Location | None = Field(
+    output_dir: OutputLocation = Field(default="outputs/run", description="relative to the working directory")
+    cache_dir: OutputLocation | None = Field(
         default=None, description="of the stages before the loop; None = output_dir/stages"
     )
     seed: Annotated[NonNegative, Field(lt=2**63)] = Field(

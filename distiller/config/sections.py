@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 Switch = Annotated[bool, Field(strict=True)]
 Positive = Annotated[int, Field(gt=0, strict=True)]
@@ -14,6 +15,8 @@ Float = Annotated[float, Field(strict=True)]
 PositiveFloat = Annotated[Float, Field(gt=0)]
 Weight = Annotated[Float, Field(ge=0)]
 Location = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
+OutputLocation = Annotated[Location, AfterValidator(os.path.expanduser)]
+"""A folder that is written; ~ is the home folder."""
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
 

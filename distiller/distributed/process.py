@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import multiprocessing
@@ -21,6 +22,12 @@ PARENT_GONE = signal.SIGRTMIN + 5 if sys.platform == "linux" else signal.SIGTERM
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Signals that ask a run to stop; from launchers, keyboards, terminals and batch systems."""
+
+
+def print_to_stderr(line: str) -> None:
+    """Prints a line. Does not raise where stderr is a pipe that nobody reads any more, or a file on a full disk."""
+    with contextlib.suppress(OSError, ValueError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def rank() -> int:

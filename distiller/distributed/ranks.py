@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast, final
 import torch
 import torch.distributed as dist
 
-from distiller.errors import AgreedError, AgreedUserError, UserError
+from distiller.errors import AgreedError, AgreedUserError, RunError, UserError
 
 PATIENCE = timedelta(days=20)
 """Time limit of gloo's collectives. Reading weights or drawing a rollout may take a rank days.
@@ -180,7 +180,7 @@ def _new_gloo_group(members: list[int] | None) -> dist.ProcessGroup | None:
 def _failure_of(error: Exception | None) -> _Failure | None:
     if error is None:
         return None
-    text = str(error) if isinstance(error, UserError | AgreedError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, UserError | RunError) else f"{type(error).__name__}: {error}"
     return _Failure(" ".join(text.split()), isinstance(error, UserError))
 
 

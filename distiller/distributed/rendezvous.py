@@ -86,9 +86,13 @@ def choose_interface() -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
+_is_exchanged = False
+"""Whether no rank waits in `exchange_settings` any more."""
+
+
 def report_failure(text: str) -> None:
-    """Tells the ranks of other machines, which wait in `exchange_settings`, why this one fails. Does not wait."""
-    if not _shares_a_store():
+    """Tells the ranks of other machines, if they wait in `exchange_settings`, why this one fails. Does not wait."""
+    if _is_exchanged or not _shares_a_store():
         return
     # The store is gone where the first machine's launcher is: then no rank waits.
     with suppress(RuntimeError):
@@ -120,6 +124,8 @@ def exchange_settings(settings: Mapping[str, Any]) -> None:
         settings_of_main = settings_of_main or message["settings"]
         if message["settings"] != settings_of_main:
             raise AgreedUserError(f"{origin}: {_difference(message['settings'], settings_of_main)}")
+    global _is_exchanged
+    _is_exchanged = True
 
 
 def _publish(store: Store, content: dict[str, Any]) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import select
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,14 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, final
 
-from distiller.distributed.process import PARENT_GONE, STOP_SIGNALS, is_main_process, rank, signal_when_launcher_dies
+from distiller.distributed.process import (
+    PARENT_GONE,
+    STOP_SIGNALS,
+    is_main_process,
+    print_to_stderr,
+    rank,
+    signal_when_launcher_dies,
+)
 from distiller.distributed.rank_failure import describe_lost_ranks, is_first_to_report, missing_ranks, write_error_file
 from distiller.errors import StoppedError
 
@@ -90,11 +96,11 @@ class StopSignals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.requested = self.requested or number
         if not self._is_deferred:
-            # Once: the launcher's copy of the signal must not interrupt the handling of the first one's exception.
-            self.defer()
             self._raise("outside of the training loop")
 
     def _raise(self, when: str) -> None:
+        # A copy of the signal must not interrupt the report.
+        self.defer()
         text = f"stopped by {signal_name(self.requested)}; start it again"
         if self._is_training:
             text = f"stopped by {signal_name(self.requested)} {when}; continue with --resume"
@@ -119,17 +125,19 @@ class StopSignals:
                 self._end("a second signal came")
 
     def _end(self, why: str) -> None:
-        """Ends the process from the watching thread, whatever the main thread waits for."""
-        if missing_ranks():
-            text = describe_lost_ranks("")
-        else:
-            text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
-        reason = f"distiller, rank {rank()}: {text}"
-        if is_first_to_report(reason):
-            who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
-            print(f"{who}: {text}", file=sys.stderr, flush=True)
-        write_error_file(reason, is_own=False)
-        os._exit(128 + self.requested)
+        """Ends the process from the watching thread, whatever the main thread waits for and reporting comes to."""
+        try:
+            if missing_ranks():
+                text = describe_lost_ranks("")
+            else:
+                text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
+            reason = f"distiller, rank {rank()}: {text}"
+            if is_first_to_report(reason):
+                who = "distiller" if is_main_process() else f"distiller, rank {rank()}"
+                print_to_stderr(f"{who}: {text}")
+            write_error_file(reason, is_own=False)
+        finally:
+            os._exit(128 + self.requested)
 
 
 def signal_name(number: int) -> str:

@@ -122,8 +122,6 @@ def check_request(request: LaunchRequest) -> None:
             f"{origin}: {processes} processes cannot be split over {machines} machines evenly; num_processes counts "
             "those of all machines"
         )
-    if not request.use_cpu and kind != "NO":
-        check_gpus(processes // machines)
     if kind == "DEEPSPEED":
         _check_deepspeed_request(request)
 

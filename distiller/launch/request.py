@@ -183,6 +183,10 @@ def _device(options: Mapping[str, Any], part: str) -> str:
     return str(options.get(f"{part}_device") or "none").lower()
 
 
+FORMER_KEYS = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+"""Keys of `zero_optimization` that DeepSpeed still translates into others when it starts."""
+
+
 def read_deepspeed_json(origin: str, path: Any) -> dict[str, Any]:
     """Reads the DeepSpeed JSON that a launch file (or flags) names.
 
@@ -205,6 +209,9 @@ def read_deepspeed_json(origin: str, path: Any) -> dict[str, Any]:
         raise UserError(f"{file}: zero_optimization is missing; add it, with a stage of 1 to 3")
     zero = section(config["zero_optimization"], f"{file}: zero_optimization")
     whole_number(zero.get("stage", 0), f"{file}: zero_optimization.stage", takes_text=False)
+    for former, now in FORMER_KEYS.items():
+        if zero.get(former):
+            raise UserError(f"{file}: zero_optimization.{former} is a former name; give {now}, with a device")
     for name in SIZES:
         if zero.get(name, "auto") != "auto":
             whole_number(zero[name], f"{file}: zero_optimization.{name}", takes_text=False)

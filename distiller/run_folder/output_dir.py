@@ -239,13 +239,15 @@ def _check_same_recipe(original: dict[str, Any], recipe: Recipe, has_defaults: b
     """UserError if a key differs that may not. `has_defaults`: whether the teacher's defaults are filled in."""
     now = flatten(json.loads(with_absolute_paths(recipe).model_dump_json()))
     before = absolute_paths(flatten(original))
-    compared_by_content = [key for keys in INPUTS.values() for key in keys]
+    # Inputs are compared by their content.
+    free = (*may_change_on_resume(), *(key for keys in INPUTS.values() for key in keys))
     changed = [
         f"{key} was {before.get(key)} and is {now.get(key)} now"
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
         and (has_defaults or now.get(key) is not None)
-        and key not in (*may_change_on_resume(), *compared_by_content)
+        # A key may hold a mapping, such as a device map, whose entries are keys below it.
+        and not any(key == name or key.startswith(f"{name}.") for name in free)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME
     ]
     was_cached, is_cached = before.get("teacher.placement") == "cached", recipe.teacher.placement == "cached"

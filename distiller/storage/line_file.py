@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from pathlib import Path
 from typing import final
 
+from distiller.distributed.process import print_to_stderr
 from distiller.storage.durable_writes import write_durably
 
 
@@ -48,4 +48,4 @@ class LineFile:
             if not self._has_warned:
                 self._has_warned = True
                 what = f"{self.path}: {error.strerror or error}; lines of it are lost, training goes on"
-                print(f"distiller: {what}", file=sys.stderr, flush=True)
+                print_to_stderr(f"distiller: {what}")

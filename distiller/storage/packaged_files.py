@@ -95,8 +95,9 @@ def copy_launch_files(folder: Path) -> list[Path]:
         UserError: a file of the same name is already there.
     """
     source, root, written = launch_files_dir(), folder.resolve(), []
-    files = [file for part in ("accelerate_configs", "ds_configs") for file in sorted((source / part).iterdir())]
-    targets = [folder / file.parent.name / file.name for file in files if file.suffix in (".yaml", ".json")]
+    there = [file for part in ("accelerate_configs", "ds_configs") for file in sorted((source / part).iterdir())]
+    files = [file for file in there if file.suffix in (".yaml", ".json") and not file.name.startswith(".")]
+    targets = [folder / file.parent.name / file.name for file in files]
     taken = [target for target in targets if os.path.lexists(target)]
     if taken:
         raise UserError(f"{taken[0]} already exists; give another folder")

@@ -44,8 +44,10 @@ class SwapFolder:
 
     def remove(self) -> None:
         """Removes the folder and its content."""
-        self._lock.release()
-        shutil.rmtree(self.path)
+        # Between the two, a run that begins would take the folder for an abandoned one.
+        with _locked(self.path.parent):
+            self._lock.release()
+            shutil.rmtree(self.path)
 
 
 @contextmanager
@@ -63,7 +65,8 @@ def _remove_if_abandoned(folder: Path) -> None:
     lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
-    except Timeout:
+    except (Timeout, PermissionError):
+        # In use, or another user's.
         return
     lock.release()
     shutil.rmtree(folder)

@@ -125,7 +125,7 @@ def read_bytes(descriptor: int, target: Tensor, offset: int, file: Path) -> None
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Tensor name -> its place in a safetensors file. UserError for an incomplete file."""
+    """Tensor name -> its place in a safetensors file. UserError for an incomplete file, or a dtype not in `DTYPES`."""
     try:
         with open(file, "rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
@@ -137,10 +137,14 @@ def read_header(file: Path) -> dict[str, StoredTensor]:
         tensors = {}
         for name, entry in header.items():
             start, end = entry["data_offsets"]
-            stored = StoredTensor(file, DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+            if (dtype := entry["dtype"]) not in DTYPES:
+                raise UserError(f"{file}: {name} is of dtype {dtype}, which is not read; give a model without it")
+            stored = StoredTensor(file, DTYPES[dtype], tuple(entry["shape"]), 8 + length + start)
             if stored.num_bytes != end - start or 8 + length + end > size:
                 raise ValueError(f"{name} does not lie whole in it")
             tensors[name] = stored
         return tensors
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: is not a complete safetensors file ({error}); copy it again") from error

@@ -13,6 +13,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
+from distiller.config.placements.cpu import NUM_FLOAT32_BUFFERS
 from distiller.teachers.base import (
     Call,
     ModuleCalls,
@@ -33,8 +34,6 @@ from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
 from distiller.teachers.weights.loading import ModulePlan, load_units, plan_modules
 
 CPU = torch.device("cpu")
-NUM_FLOAT32_BUFFERS = 2
-"""Float32 buffers: one block computes while the next one is converted."""
 
 
 @final

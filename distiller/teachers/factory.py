@@ -27,9 +27,7 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     check_placement(options, ranks.world_size, setup.under_deepspeed)
     if options.placement != AUTO and PLACEMENTS[options.placement].uses_device_map:
         _check_given_map(network, setup)
-    sizes, budget, auto_budget = measure(network, setup.dtype), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
-    if options.quantization == "int8":
-        sizes = sizes.scaled(1 / setup.dtype.itemsize)
+    sizes, budget, auto_budget = measure(network, setup), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
     needs = footprints(sizes, setup, budget)
     needs = {
         name: footprint
@@ -81,4 +79,5 @@ def _check_given_map(network: Network, setup: Setup) -> None:
     given = PLACEMENTS[setup.options.placement].import_class().map_rule(setup.options).given
     if given is not None:
         modules = [network.skeleton(name, setup.dtype) for name in network.module_names]
-        check_custom_map(given, modules, num_devices(setup.ranks))
+        # Machines may differ in their number of GPUs.
+        setup.ranks.all_succeed(lambda: check_custom_map(given, modules, num_devices(setup.ranks)))

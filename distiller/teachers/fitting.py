@@ -51,12 +51,14 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
         plans, gpus_of_ranks = skeletons()
         rule = PLACEMENTS[placement].import_class().map_rule(setup.options)
 
+        ranks = setup.ranks
+
         def on_node() -> Packing:
-            budgets = budgets_of_devices(setup.ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
+            budgets = budgets_of_devices(ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
             return replace(pack(plans, rule.make, budgets, rule.allows_disk), maps=[])
 
         # Only one rank of a node measures, since measuring changes the free memory. The maps must fit on every node.
-        packings = setup.ranks.gather(setup.ranks.broadcast_from_local_main(on_node))
+        packings = ranks.gather(ranks.all_succeed(lambda: ranks.broadcast_from_local_main(on_node)))
         return next((packing for packing in packings if not packing.fits), packings[0])
 
     return pack_on_nodes

@@ -8,18 +8,26 @@ from distiller.config.placements import PLACEMENTS
 from distiller.config.placements.base import Footprint, MemoryBudget, Sizes, World
 from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.weights.layout import REST, lay_out
+from distiller.teachers.weights.layout import REST
+from distiller.teachers.weights.quantized import plan_quantized_modules
 
 AUTO_SHARE = 0.8
 """Share of free memory that `auto` and advice give to teacher and student; the rest is for activations."""
 
 
-def measure(network: Network, dtype: torch.dtype) -> Sizes:
-    """The teacher's sizes in bytes, from its modules without weights."""
-    modules = [lay_out(network.skeleton(name, dtype), network.block_names(name)) for name in network.module_names]
+def measure(network: Network, setup: Setup) -> Sizes:
+    """The teacher's sizes in bytes, from its modules without weights, quantised as the recipe says. Communicates."""
+    modules = [plan.units for plan in plan_quantized_modules(network, setup, is_reader=False)]
     blocks = [unit.num_bytes for units in modules for unit in units if unit.name != REST]
     of_modules = [sum(unit.num_bytes for unit in units) for units in modules]
-    return Sizes(sum(of_modules), max(of_modules), max(blocks, default=0), sum(of_modules) - sum(blocks), len(blocks))
+    return Sizes(
+        total=sum(of_modules),
+        largest_module=max(of_modules),
+        largest_block=max(blocks, default=0),
+        rest=sum(of_modules) - sum(blocks),
+        num_blocks=len(blocks),
+        item_bytes=setup.dtype.itemsize,
+    )
 
 
 def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Footprint]:

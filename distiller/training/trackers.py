@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from accelerate import Accelerator
 
 from distiller.config.loading import dump
 from distiller.config.recipe import Recipe
+from distiller.distributed.process import print_to_stderr
 from distiller.storage.durable_writes import write_durably
 
 TRACKING_FOLDER = "tracking"
@@ -113,7 +113,7 @@ class Trackers:
             if not self._has_warned:
                 self._has_warned = True
                 what = f"{self._run.folder}: {error.strerror or error}; trackers miss steps, training goes on"
-                print(f"distiller: {what}", file=sys.stderr, flush=True)
+                print_to_stderr(f"distiller: {what}")
 
 
 def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
@@ -14,6 +15,7 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from distiller.config.recipe import Recipe
+from distiller.distributed.process import print_to_stderr
 from distiller.storage.line_file import LineFile
 from distiller.training.trackers import Trackers
 
@@ -64,7 +66,9 @@ class Tracker:
     def advance(self) -> None:
         """Moves the bar by one step."""
         if self._bar is not None:
-            self._bar.update()
+            # The terminal may be gone.
+            with contextlib.suppress(OSError):
+                self._bar.update()
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Appends one line to metrics.jsonl, logs the numbers to the trackers and shows the main ones."""
@@ -77,16 +81,18 @@ class Tracker:
         self._trackers.log(numbers, metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
         if self._is_terminal:
-            self._bar.set_postfix_str(shown)
+            with contextlib.suppress(OSError):
+                self._bar.set_postfix_str(shown)
         else:
             left_s = (self._last_step - metrics["step"]) * metrics["perf/step_ms"] / 1e3
             left = tqdm.format_interval(left_s)
-            print(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left", file=sys.stderr, flush=True)
+            print_to_stderr(f"step {metrics['step']}/{self._last_step}: {shown}, {left} left")
 
     def close_bar(self) -> None:
         """Ends the bar's line, so that further output begins a new line."""
         if self._bar is not None:
-            self._bar.close()
+            with contextlib.suppress(OSError):
+                self._bar.close()
 
     def close(self) -> None:
         """Closes the bar and the trackers."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from accelerate import PartialState, init_empty_weights
+from filelock import FileLock
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -301,3 +304,27 @@ def test_a_swap_folder_that_cannot_be_made_is_the_users_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"teacher\.nvme_path: .*local disk"):
         SwapFolder(tmp_path / "file" / "below")
+
+
+def test_the_folder_of_another_user_is_left_alone(tmp_path, monkeypatch):
+    theirs = SwapFolder(tmp_path)
+    monkeypatch.setattr(FileLock, "acquire", Mock(side_effect=[PermissionError(13, "denied"), None]))
+    ours = SwapFolder(tmp_path)
+    assert theirs.path.is_dir()
+    assert ours.path != theirs.path
+
+
+def test_runs_that_end_and_begin_at_once_do_not_meet(tmp_path):
+    """One that ends must not be taken for abandoned while it removes its folder."""
+
+    def use() -> None:
+        for _ in range(30):
+            folder = SwapFolder(tmp_path)
+            for i in range(20):
+                (folder.path / str(i)).touch()
+            folder.remove()
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(use) for _ in range(4)]:
+            done.result()
+    assert not list(tmp_path.iterdir())

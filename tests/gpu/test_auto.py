@@ -32,7 +32,7 @@ def choices(weights: Any) -> list[str]:
     whole = open_teacher(network, setup(torch.float32, device))
     expected = [answer["output"].clone() for answer in whole.predict(requests)]
     whole.close()
-    total = measure(network, torch.float32).total
+    total = measure(network, setup()).total
     # Contexts are larger than the toy by orders of magnitude.
     maps.CONTEXT_BYTES = 0
     chosen = []

@@ -6,13 +6,12 @@ import mmap
 
 import numpy as np
 import pytest
-import torch
 
 from distiller.teachers.disk import NUM_STAGING
 from distiller.teachers.footprint import measure
 from tests.gpu.ranks import NUM_GPUS
 from tests.placement_contract import answers, open_case
-from tests.toy_network import ToyNetwork, save_toy
+from tests.toy_network import ToyNetwork, save_toy, setup
 
 pytestmark = pytest.mark.skipif(NUM_GPUS == 0, reason="needs a GPU")
 
@@ -24,7 +23,7 @@ def test_the_host_holds_two_blocks_and_no_more(tmp_path, pin_memory):
     replicated = open_case("replicated", network, device="cuda:0")
     teacher = open_case("disk", network, device="cuda:0", pin_memory=pin_memory)
     assert teacher._staging.piece(0).is_pinned() == pin_memory
-    blocks = NUM_STAGING * measure(network, torch.float32).largest_block
+    blocks = NUM_STAGING * measure(network, setup()).largest_block
     assert blocks <= teacher.memory().host_bytes < blocks + mmap.PAGESIZE
     pairs = zip(answers(teacher, 0, 2, device="cuda:0"), answers(replicated, 0, 2, device="cuda:0"), strict=True)
     assert all(np.array_equal(mine, theirs) for mine, theirs in pairs)

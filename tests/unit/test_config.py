@@ -33,6 +33,14 @@ def test_a_recipe_is_frozen():
         parse(MINIMAL).seed = 1
 
 
+def test_folders_that_are_written_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    teacher = {"path": "teacher", "cache": "~/outputs"}
+    recipe = parse(MINIMAL | {"output_dir": "~/run", "cache_dir": "~/stages", "teacher": teacher})
+    assert (recipe.output_dir, recipe.cache_dir) == ("/home/me/run", "/home/me/stages")
+    assert recipe.teacher.cache == "/home/me/outputs"
+
+
 @pytest.mark.parametrize("text", ["1e-4", "0.0001", "1.0e-4"])
 def test_numbers_are_read_as_people_write_them(tmp_path, text):
     """PyYAML alone reads 1e-4 as a string."""

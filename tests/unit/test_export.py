@@ -10,11 +10,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from distiller.checkpoint.format import rank_file
 from distiller.checkpoint.saving import Checkpoints
 from distiller.errors import AgreedError, UserError
 from distiller.export import export_checkpoint, export_run
+from distiller.storage.weight_files import read_header
 from tests.toy_state import IDENTITY, ToyState
 from tests.toys import ALONE
 
@@ -57,3 +59,20 @@ def test_damage_is_found_before_a_header_is_believed(tmp_path, run):
     with pytest.raises(UserError, match=r"its content is not what was written.*; export another checkpoint"):
         export_checkpoint(task, folder, tmp_path / "mine")
     task.export.assert_not_called()
+
+
+def test_a_student_that_is_a_link_to_another_disk_is_replaced_by_a_folder(tmp_path, run):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / "student").symlink_to(elsewhere)
+    run.task = cast(Any, SimpleNamespace(export=lambda state, folder: folder.mkdir()))
+    export_run(run)
+    assert not (tmp_path / "student").is_symlink()
+    assert (tmp_path / "student").is_dir()
+    assert elsewhere.is_dir()
+
+
+def test_a_dtype_that_is_not_read_is_no_damage(tmp_path):
+    save_file({"indices": torch.zeros(2, dtype=torch.uint32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"indices is of dtype U32, which is not read"):
+        read_header(tmp_path / "model.safetensors")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,15 +12,18 @@ from safetensors.torch import load_file, save_file
 
 from distiller.config.placements import PLACEMENTS
 from distiller.config.placements.base import MemoryBudget, Sizes
+from distiller.config.placements.streamed import StreamedOptions
 from distiller.config.teacher import Teacher as Options
-from distiller.errors import UserError
-from distiller.teachers import factory
+from distiller.errors import RunError, UserError
+from distiller.storage.weight_files import WeightFiles
+from distiller.teachers import Request, factory
 from distiller.teachers.device_map.maps import Packing
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.fitting import by_speed, check_fits, choose, fitting
-from distiller.teachers.footprint import AUTO_SHARE, footprints, measure
+from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
 from distiller.teachers.rules import check_placement
-from tests.toy_network import ToyNetwork, save_toy, setup
+from tests.placement_contract import requests_of
+from tests.toy_network import DIM, ToyNetwork, save_toy, setup
 
 GIB = 2**30
 # Wan 14B in bfloat16: 40 blocks.
@@ -199,7 +204,7 @@ def test_a_quantised_checkpoint_is_refused(tmp_path):
 
 def test_the_sizes_are_those_of_the_weights(tmp_path):
     network = ToyNetwork(save_toy(tmp_path), 2)
-    sizes = measure(network, torch.float32)
+    sizes = measure(network, setup())
     teacher = open_teacher(network, setup())
     # The buffers that a module makes itself are not in its files.
     assert sizes.total <= teacher.memory().host_bytes <= sizes.total + 2 * 64
@@ -233,3 +238,38 @@ def test_worlds_that_do_not_suit_a_placement_are_refused():
     with pytest.raises(UserError, match="only DeepSpeed does"):
         check_placement(nvme, 2, False)
     check_placement(nvme, 2, True)
+
+
+def test_the_float32_copies_of_a_16_bit_teacher_on_the_cpu_are_counted(tmp_path):
+    network, made = ToyNetwork(save_toy(tmp_path)), setup(torch.bfloat16, placement="cpu")
+    teacher = open_teacher(network, made)
+    generator = torch.Generator().manual_seed(0)
+    teacher.predict([Request((0,), {"x": torch.randn(1, DIM, generator=generator)}, ("output",), ())])
+    counted = footprints(measure(network, made), made, memory_budget(made))["cpu"].host
+    # The toy's float32 islands are copied without growing.
+    assert teacher.memory().host_bytes <= counted + 4096
+    assert counted > measure(network, made).total
+
+
+def test_int8_sizes_are_those_of_the_converted_layers(tmp_path):
+    """Of convolutions, embeddings and float32 islands nothing becomes smaller."""
+    network, made = ToyNetwork(save_toy(tmp_path)), setup(torch.bfloat16, quantization="int8")
+    sizes, plain = measure(network, made), measure(network, setup(torch.bfloat16))
+    assert plain.total / 2 < sizes.total < plain.total
+    assert sizes.total <= open_teacher(network, made).memory().host_bytes <= sizes.total + 64
+
+
+def test_resident_blocks_take_no_more_than_all_blocks():
+    """Blocks of very different sizes, as a UNet's: each is counted as the largest, up to the whole teacher."""
+    uneven = Sizes(total=100, largest_module=100, largest_block=60, rest=10, num_blocks=9)
+    for count, on_device, in_host_copy in ((0, 190, 90), (1, 250, 30), (9, 100, 0)):
+        options = StreamedOptions(ring_blocks=3, resident_blocks=count)
+        assert (options.device_bytes(uneven), options.passing_bytes(uneven)) == (on_device, in_host_copy)
+
+
+@pytest.mark.parametrize("placement", ["replicated", "cpu", "streamed", "disk", "balanced", "swap"])
+def test_a_file_that_cannot_be_read_any_more_is_one_line(tmp_path, monkeypatch, placement):
+    network = ToyNetwork(save_toy(tmp_path))
+    monkeypatch.setattr(WeightFiles, "read", Mock(side_effect=OSError(errno.EIO, "Input/output error")))
+    with pytest.raises(RunError, match=r"^the teacher's weights cannot be read any more \(.*Input/output error\)"):
+        open_teacher(network, setup(placement=placement)).predict(requests_of(0, 1, 1))

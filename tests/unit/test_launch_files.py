@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from distiller.cli import main
 from distiller.launch.checks import check_request
 from distiller.launch.request import deepspeed_settings, read_launch_file
+from distiller.storage.packaged_files import copy_launch_files, launch_files_dir
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
@@ -110,3 +112,15 @@ def test_tables_name_nothing_else(start):
     texts = [file.read_text(encoding="utf-8") for file in JSONS if file.name.startswith(start)]
     names = {name for names, _ in rows(HEADINGS[start]) for name in names}
     assert [name for name in sorted(names) if not any(f'"{name}"' in text for text in texts)] == []
+
+
+def test_a_stray_file_is_not_copied(tmp_path, monkeypatch):
+    source = Path(shutil.copytree(launch_files_dir() / "accelerate_configs", tmp_path / "from" / "accelerate_configs"))
+    shutil.copytree(launch_files_dir() / "ds_configs", tmp_path / "from" / "ds_configs")
+    (source / ".cpu.yaml.swp").write_text("no")
+    (source / "cpu.yaml~").write_text("no")
+    monkeypatch.setattr("distiller.storage.packaged_files.launch_files_dir", lambda: tmp_path / "from")
+    copy_launch_files(tmp_path / "to")
+    copied = tmp_path / "to" / "accelerate_configs"
+    assert {file.name for file in copied.iterdir()} == {file.name for file in source.glob("[a-z]*.yaml")}
+    assert (copied / "cpu.yaml").read_text() == (source / "cpu.yaml").read_text()

@@ -173,6 +173,10 @@ def test_files_that_are_refused(tmp_path, changes, words):
             ["zero_optimization.offload_optimizer.device is 'gpu'", "'cpu'"],
         ),
         ({"zero_optimization": {"stage": 2, "reduce_bucket_size": "big"}}, ["reduce_bucket_size is 'big'"]),
+        (
+            {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+            ["cpu_offload is a former name", "offload_optimizer"],
+        ),
         ({"zero_optimization": {"stage": 2}, "bf16": True}, ["bf16 is true", "not a mapping"]),
         ({"zero_optimization": {"stage": 2}, "fp16": None}, ["fp16 is nothing", "not a mapping"]),
         ({"zero_optimization": {"stage": 2}, "bf16": {"enabled": "on"}}, ["bf16.enabled is 'on'", "choose one of"]),
@@ -299,7 +303,7 @@ def test_every_launch_file_has_its_row():
 
 
 LAUNCH = Path(distiller.__file__).parent / "launch"
-OF_THE_MACHINE = {"check_launcher", "check_nvme_room", "check_asynchronous_io"}
+OF_THE_MACHINE = {"check_gpus", "check_launcher", "check_nvme_room", "check_asynchronous_io"}
 """What only the machine that runs it can tell."""
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
+from contextlib import suppress
 
 import psutil
 import pytest
 from torch.distributed import TCPStore
 
-from distiller.cli import main
+from distiller.cli import guarded, main
+from distiller.distributed import rendezvous
 from distiller.distributed.rendezvous import choose_interface, exchange_settings, report_failure
-from distiller.errors import AgreedUserError, UserError
+from distiller.distributed.shutdown import StopSignals
+from distiller.errors import AgreedUserError, RunError, UserError
 
 
 @pytest.fixture
@@ -31,6 +35,7 @@ def two_machines(monkeypatch) -> TCPStore:
     # So that what is chosen here is undone at the end.
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    monkeypatch.setattr(rendezvous, "_is_exchanged", False)
     return store
 
 
@@ -100,3 +105,20 @@ def test_processes_that_mpi_started_are_refused_in_one_line(monkeypatch, capsys,
     monkeypatch.setenv(names[0], "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["recipes"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "said"), [(RunError("no data"), "no data"), (PermissionError(13, "denied"), "[Errno 13] denied")]
+)
+def test_other_machines_hear_of_any_failure(two_machines, monkeypatch, error, said):
+    """They would wait for half an hour."""
+
+    def command(stops: StopSignals) -> None:
+        raise error
+
+    monkeypatch.setenv("RANK", "1")
+    with suppress(PermissionError):
+        guarded(command)
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(AgreedUserError, match=re.escape(said)):
+        exchange_settings({})

@@ -187,3 +187,10 @@ def test_a_hubs_model_is_compared_as_it_is_fetched(work, tmp_path, monkeypatch):
     change(cached / "scheduler" / "scheduler_config.json")
     with pytest.raises(UserError, match=r"scheduler_config.json differs"):
         check_same_inputs(work / "run", held, recipe)
+
+
+def test_a_run_with_a_device_map_goes_on_without_it(work, fresh):
+    """A key that may change on resume may hold a mapping."""
+    commands.train(recipe_of("teacher.placement=custom", "teacher.device_map={'': 0}"), resume=False)
+    fresh()
+    commands.train(recipe_of("teacher.placement=replicated", steps=3), resume=True)

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import signal
 import threading
 import time
+from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 
+from distiller.distributed import shutdown
 from distiller.distributed.shutdown import StopSignals
 from distiller.errors import StoppedError
 
@@ -54,3 +58,24 @@ def test_inside_the_loop_a_signal_is_a_number(stops):
 
     with pytest.raises(StoppedError, match="after the last step"):
         loop()
+
+
+def test_the_end_comes_whatever_reporting_it_raises(stops, monkeypatch):
+    """A log on a full disk, say: the rank would keep its GPU."""
+    ended = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    monkeypatch.setattr(shutdown, "write_error_file", Mock(side_effect=OSError(errno.ENOSPC, "full")))
+    stops.requested = signal.SIGTERM
+    with suppress(OSError):
+        stops._end("a second signal came")
+    assert ended == [128 + signal.SIGTERM]
+
+
+def test_after_the_last_step_an_echo_is_taken_quietly_too(stops):
+    def loop() -> None:
+        with stops.deferring():
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    with pytest.raises(StoppedError):
+        loop()
+    os.kill(os.getpid(), signal.SIGUSR1)

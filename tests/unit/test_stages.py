@@ -7,9 +7,11 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
+from filelock import FileLock
 
 from distiller.errors import UserError, full_disk
 from distiller.storage.growing_tensors import GrowingTensors
@@ -80,3 +82,16 @@ def test_columns_grow_on_the_disk_and_leave_nothing_but_tensors(tmp_path):
     assert torch.equal(mapped["flags"], torch.cat(parts)[:, 0] > 0)
     assert mapped["empty"].shape == (0, 4)
     assert not list(Path(folder).iterdir())
+
+
+def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(FileLock, "acquire", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    stage = Stage("toy", {"a": 1}, tmp_path)
+
+    def make() -> None:
+        stage.partial.mkdir()
+        stage.finish()
+
+    stage.make_once(True, make)
+    assert stage.is_complete
+    assert "a file system without locks" in capsys.readouterr().out

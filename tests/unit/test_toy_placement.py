@@ -11,7 +11,6 @@ from typing import Any, final
 
 import numpy as np
 import pytest
-import torch
 from pydantic import Field, create_model
 from torch import nn
 
@@ -172,7 +171,7 @@ def test_its_keys_and_its_world_are_checked(toy):
 
 def test_its_memory_is_counted_and_it_is_proposed_by_its_speed(toy, tmp_path, monkeypatch):
     network = toy_network.ToyNetwork(toy_network.save_toy(tmp_path))
-    sizes, free = factory.measure(network, torch.float32), factory.memory_budget(toy_network.setup())
+    sizes, free = factory.measure(network, toy_network.setup()), factory.memory_budget(toy_network.setup())
     monkeypatch.setattr(factory, "memory_budget", lambda *_: replace(free, host=int(1.5 * sizes.total)))
     with pytest.raises(UserError, match=r"teacher\.placement toy takes .*; these fit, fastest first: replicated, "):
         open_teacher(network, toy_network.setup(placement="toy", toy_copies=2))

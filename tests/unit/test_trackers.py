@@ -151,7 +151,8 @@ def test_wandb_offline_leaves_two_pieces_of_one_group(tmp_path):
     for steps in (range(1, 9), range(6, 13)):
         session(recipe, steps)
     groups, steps_seen = set(), []
-    for file in sorted((tmp_path / "run" / "tracking" / "wandb").glob("offline-run-*/*.wandb")):
+    pieces = (tmp_path / "run" / "tracking" / "wandb").glob("offline-run-*/*.wandb")
+    for file in sorted(pieces, key=lambda piece: piece.stat().st_mtime_ns):
         for content in _records(file.read_bytes()):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(content)

@@ -12,18 +12,18 @@ from distiller.config.sections import Section
 
 @dataclass(frozen=True)
 class Sizes:
-    """A teacher's bytes in its dtype: in all, of its largest module, of its largest block, outside of blocks."""
+    """A teacher's bytes as it is held: in all, of its largest module, of its largest block, outside of blocks.
+
+    Attributes:
+        item_bytes: of one number of `teacher.dtype`.
+    """
 
     total: int
     largest_module: int
     largest_block: int
     rest: int
     num_blocks: int
-
-    def scaled(self, factor: float) -> Sizes:
-        """The same teacher in numbers of another width."""
-        sizes = (self.total, self.largest_module, self.largest_block, self.rest)
-        return Sizes(*(int(size * factor) for size in sizes), num_blocks=self.num_blocks)
+    item_bytes: int = 4
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pydantic import Field
 
 from distiller.config.placements.base import PlacementOptions, PlacementSpec, SupportRow
-from distiller.config.sections import Location
+from distiller.config.sections import OutputLocation
 
 
 class CachedOptions(PlacementOptions):
     """Where the outputs are."""
 
-    cache: Location | None = Field(
+    cache: OutputLocation | None = Field(
         default=None, description="the folder that `distiller cache` writes and training reads"
     )
 

@@ -12,10 +12,17 @@ from distiller.config.placements.base import (
     World,
 )
 
+NUM_FLOAT32_BUFFERS = 2
+"""One block computes while the next one is converted."""
+
 
 def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
-    del options, world
-    return Footprint(0, sizes.total)
+    del options
+    # In 16 bits every rank also makes the float32 copies with which it may compute: see CpuTeacher.
+    float32_copies = 0
+    if sizes.item_bytes < 4:
+        float32_copies = (sizes.rest + NUM_FLOAT32_BUFFERS * sizes.largest_block) * 4 // sizes.item_bytes
+    return Footprint(0, sizes.total + float32_copies * world.num_local_ranks)
 
 
 SPEC = PlacementSpec(

@@ -31,12 +31,16 @@ class BlockBufferOptions(PlacementOptions):
 
     def device_bytes(self, sizes: Sizes) -> int:
         """Bytes on the device: what is outside of blocks, resident blocks, and the buffers."""
-        resident = self._num_resident(sizes)
-        return sizes.rest + (resident + min(self.ring_blocks, sizes.num_blocks - resident)) * sizes.largest_block
+        num_buffers = min(self.ring_blocks, sizes.num_blocks - self._num_resident(sizes))
+        return sizes.rest + self._resident_bytes(sizes) + num_buffers * sizes.largest_block
 
     def passing_bytes(self, sizes: Sizes) -> int:
         """Bytes of the blocks that pass through the buffers."""
-        return sizes.total - sizes.rest - self._num_resident(sizes) * sizes.largest_block
+        return sizes.total - sizes.rest - self._resident_bytes(sizes)
+
+    def _resident_bytes(self, sizes: Sizes) -> int:
+        """Of the resident blocks, as if each were the largest, but at most of all blocks."""
+        return min(self._num_resident(sizes) * sizes.largest_block, sizes.total - sizes.rest)
 
     def _num_resident(self, sizes: Sizes) -> int:
         # `auto` gives them what is left once the placement fits.

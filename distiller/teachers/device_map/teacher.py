@@ -66,6 +66,10 @@ class DeviceMapTeacher(Teacher):
     def __init__(self, network: Network, setup: Setup) -> None:
         """Communicates. Raises UserError before any weight is read."""
         self._network, self._ranks, self._device = network, setup.ranks, _with_index(setup.ranks.device)
+        if self._device.type == "cuda":
+            # Every rank computes on all GPUs: what one rank's allocator has cached, such as a text encoder's memory, is
+            # not free for the others.
+            torch.cuda.empty_cache()
         rule = self.map_rule(setup.options)
         plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main or rule.allows_disk)
         for plan in plans:

@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distiller.errors import RunError
 from distiller.storage.weight_files import WeightFiles
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
-from distiller.teachers.weights.layout import Entry, Unit
+from distiller.teachers.weights.layout import Unit, read_entry
 
 # torch 2.13 renamed `all_gather_into_tensor`, and warns about the old name.
 _all_gather = vars(dist).get("all_gather_single", dist.all_gather_into_tensor)
@@ -135,10 +134,7 @@ class FileReader:
     def read(self, index: int, target: Tensor) -> None:
         """Reads unit `index` into CPU memory (uint8). Raises RunError when the files cannot be read."""
         unit, files = self._units[index]
-        try:
-            list(self._threads.map(_read_entry, unit.entries, repeat(files), repeat(target)))
-        except OSError as error:
-            raise RunError(f"the teacher's weights cannot be read any more ({error}); were the files moved?") from error
+        list(self._threads.map(read_entry, unit.entries, repeat(files), repeat(target)))
 
     def num_bytes(self, index: int) -> int:
         """Size of unit `index`."""
@@ -149,11 +145,6 @@ class FileReader:
         self._threads.shutdown()
 
 
-def _read_entry(entry: Entry, files: WeightFiles, target: Tensor) -> None:
-    name = next(name for name in entry.names if name in files.tensors)
-    files.read(name, entry.view(target))
-
-
 @final
 class FileCopier(Copier):
     """Copies from files to a GPU: a thread reads ahead into page-locked staging tensors, and queues the copies."""
@@ -161,7 +152,10 @@ class FileCopier(Copier):
     def __init__(self, reader: FileReader, staging: Sequence[Tensor], device: torch.device) -> None:
         """`staging` are two or more host tensors (uint8) of a pool buffer's size."""
         self._reader, self._device = reader, device
-        self._stream, self._thread = torch.cuda.Stream(device), ThreadPoolExecutor(1)
+        self._stream = torch.cuda.Stream(device)
+        # `torch.cuda.stream` sets the thread's former device again when it ends: without this GPU 0, on which it would
+        # open a CUDA context.
+        self._thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(self._stream.device,))
         # Each staging tensor with the event after which it may be overwritten.
         self._staging = deque((memory, torch.cuda.Event()) for memory in staging)
         self._copied: dict[int, Future[torch.cuda.Event]] = {}

@@ -48,6 +48,10 @@ class InterleavedForward:
             self._index_of_thread[threading.get_ident()] = i
             self._may_run[i].acquire()
             try:
+                if stream is not None:
+                    # `torch.cuda.stream` sets the former device again when it ends: GPU 0 in a new thread, where that
+                    # would open a CUDA context.
+                    torch.cuda.set_device(stream.device)
                 if self._failure is None:
                     # Gradient mode, autocast, device and stream are set for each thread.
                     with torch.no_grad(), torch.autocast(self._device.type, enabled=False), torch.cuda.stream(stream):

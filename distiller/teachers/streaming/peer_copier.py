@@ -127,12 +127,11 @@ class PeerCopier(Copier):
 
 
 def has_peer_access(ranks: Ranks) -> bool:
-    """Whether every GPU of the node's ranks can write to every other one. Communicates.
+    """Whether on every node each rank's GPU can write to every other rank's. Communicates; the same on all ranks.
 
-    NCCL_P2P_DISABLE=1 counts as no: users set it where the driver reports peer access that does not work.
+    All nodes must use the same copier, since copiers communicate while they are made. NCCL_P2P_DISABLE=1 counts as no:
+    users set it where the driver reports peer access that does not work.
     """
-    if os.environ.get("NCCL_P2P_DISABLE") == "1":
-        return False
     gpus = ranks.gather_on_node(ranks.device.index)
     own = all(torch.cuda.can_device_access_peer(ranks.device, gpu) for gpu in gpus if gpu != ranks.device.index)
-    return all(ranks.gather_on_node(own))
+    return all(ranks.gather(own and os.environ.get("NCCL_P2P_DISABLE") != "1"))

@@ -83,6 +83,8 @@ class GpuCopy:
         self._ranks.node_barrier()
         self._buffers.clear()
         torch.cuda.ipc_collect()
+        # Other ranks train on GPUs of which this process's allocator would keep the memory.
+        torch.cuda.empty_cache()
 
 
 def check_same_gpus(ranks: Ranks) -> None:

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor, nn
 
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 from distiller.storage.weight_files import WeightFiles
 
 ALIGNMENT = 256
@@ -117,10 +117,18 @@ def check_files(units: Sequence[Unit], files: WeightFiles, origin: str) -> None:
 
 
 def read_unit(unit: Unit, files: WeightFiles, buffer: Tensor) -> None:
-    """Reads a unit's tensors into a buffer on the CPU (uint8, at least `num_bytes` long)."""
+    """Reads a unit's tensors into a buffer on the CPU (uint8, at least `num_bytes` long). RunError as `read_entry`."""
     for entry in unit.entries:
-        name = next(name for name in entry.names if name in files.tensors)
+        read_entry(entry, files, buffer)
+
+
+def read_entry(entry: Entry, files: WeightFiles, buffer: Tensor) -> None:
+    """Reads one tensor of a unit into the unit's buffer on the CPU (uint8). RunError when the file cannot be read."""
+    name = next(name for name in entry.names if name in files.tensors)
+    try:
         files.read(name, entry.view(buffer))
+    except OSError as error:
+        raise RunError(f"the teacher's weights cannot be read any more ({error}); were the files moved?") from error
 
 
 @final
