@@ -85,6 +85,12 @@ def draw_sigma(timesteps: Options, default_shift: float, seed: int, epoch: int, 
     return shift * sigma / (1 + (shift - 1) * sigma)
 
 
+def least_sigma(timesteps: Options, default_shift: float, num_train_timesteps: int) -> float:
+    """The least one that diffusers' training scripts weight a loss by: of the schedule's first timestep."""
+    shift, sigma = default_shift if timesteps["shift"] == "auto" else timesteps["shift"], 1 / num_train_timesteps
+    return shift * sigma / (1 + (shift - 1) * sigma)
+
+
 def loss_weight(weighting: str, sigma: float) -> float:
     """Esser et al. 2024, section 3.1 of the appendix: sigma^-2, and 2 / (pi (1 - 2 sigma + 2 sigma^2))."""
     if weighting == "sigma_sqrt":
@@ -136,7 +142,9 @@ def draw_sample(
         scale = scale[0] + (scale[1] - scale[0]) * uniform(seed, epoch, i, "guidance")
     elif guidance["scale_2"] is not None and timestep < boundary * pipeline.scheduler.config.num_train_timesteps:
         scale = guidance["scale_2"]
-    return Sample(noisy, timestep, sigma, condition, truth, None, scale)
+    steps = pipeline.scheduler.config.num_train_timesteps
+    weighted = max(sigma, least_sigma(task["timesteps"], scheduler_shift(pipeline, task), steps))
+    return Sample(noisy, timestep, weighted, condition, truth, None, scale)
 
 
 def stored_sample(

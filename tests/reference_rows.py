@@ -18,6 +18,7 @@ TWO_FEATURES = FEATURES | {
 HUBER = {"task.losses.prediction.kind": "huber"}
 STORED = {"task.targets": "stored"}
 LOGIT_NORMAL = {"task.timesteps.sampling": "logit_normal"}
+ALMOST_CLEAN = LOGIT_NORMAL | {"task.timesteps.logit_mean": -12.0}
 GUIDED = {"task.guidance.scale": 4.0}
 DRAWN_GUIDED = {"sampling.guidance_scale": 3.0}
 TRUE_DATA = {"task.losses.true_data.weight": 0.5}
@@ -62,6 +63,7 @@ ROWS = [
     Row("wan", {"task.timesteps.shift": 1.0}),
     Row("wan", {"task.timesteps.shift": 5.0}, LOGIT_NORMAL),
     Row("wan", {"task.timesteps.weighting": "sigma_sqrt"}),
+    Row("wan", {"task.timesteps.weighting": "sigma_sqrt"}, ALMOST_CLEAN),
     Row("wan", {"task.timesteps.weighting": "cosmap"}),
     Row("wan", {"task.timesteps.weighting": "cosmap"}, LATENTS | TRUE_DATA | FEATURES),
     # Guidance that is learnt.

@@ -91,7 +91,7 @@ class ClassificationData(Data):
     )
     augmentation: Augmentation = Field(default="none", description="of training pictures, drawn anew in every epoch")
     crop_scale: Annotated[Float, Field(gt=0, le=1)] = Field(
-        default=0.6, description="least area of a crop, of the picture's"
+        default=0.6, description="least area of a crop, of the picture's, before it is cut at the picture's edges"
     )
 
     @model_validator(mode="after")

@@ -193,7 +193,8 @@ class DiffusionEvaluation(Section):
         default=None, description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings"
     )
     sample_prompts: tuple[str, ...] = Field(
-        default=(), description="for samples.png, ten at most; empty = the data's first"
+        default=(),
+        description="for samples.png where the teacher is asked in the loop, ten at most; empty = the data's first",
     )
     min_recognised: Annotated[Float, Field(ge=0, le=1)] | None = Field(
         default=None, description="quality gate: exit 3 below it"

@@ -21,7 +21,7 @@ from distiller.diffusion.text import TextStore
 class DiffusionSample:
     """One training sample on the CPU. Tensors are those of `DiffusionBatch` without the batch axis.
 
-    `share` is the share of noise (see `NoiseLevel`), `scale` the guidance scale.
+    `share` is the share of noise by which the loss is weighted (see `NoiseLevel`), `scale` the guidance scale.
     """
 
     sample_id: int
@@ -64,6 +64,7 @@ class NoisedData(Dataset[DiffusionSample]):
         self._process, self._boundary = process, boundary_timestep
         shift = recipe.task.timesteps.shift
         self._shift = process.auto_shift if shift == "auto" else shift
+        self._least_share = shifted(1 / process.num_train_timesteps, self._shift)
         self._latent_shape, self._store, self._text, self._rows = latent_shape, store, text, rows
         self._negative_row, self._empty_row = negative_row, empty_row
 
@@ -90,7 +91,15 @@ class NoisedData(Dataset[DiffusionSample]):
             )
         scale = self._scale(epoch, sample_id, level.timestep)
         return DiffusionSample(
-            sample_id, level.share, level.timestep, noisy, positive, negative, scale=scale, data_target=data_target
+            sample_id,
+            # As small as diffusers' weightings ever see it: the inverse square of less would outweigh a whole update.
+            max(level.share, self._least_share),
+            level.timestep,
+            noisy,
+            positive,
+            negative,
+            scale=scale,
+            data_target=data_target,
         )
 
     def _stored_sample(self, epoch: int, sample_id: int, positive: Condition, negative: Condition) -> DiffusionSample:
@@ -129,4 +138,9 @@ def draw_noise_share(timesteps: Timesteps, shift: float, seed: int, epoch: int, 
         sigma = 1 / (1 + math.exp(-max(value, -700.0)))
     # 0 and 1 are outside every model's schedule, and float32 timesteps must not be rounded to them either.
     sigma = min(max(sigma, 1e-4), 1 - 1e-4)
+    return shifted(sigma, shift)
+
+
+def shifted(sigma: float, shift: float) -> float:
+    """The resolution shift; see `draw_noise_share`."""
     return shift * sigma / (1 + (shift - 1) * sigma)

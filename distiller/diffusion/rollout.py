@@ -22,10 +22,10 @@ from distiller.diffusion.network import DiffusionNetwork
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.sampling import draw, guided_predictor, scale_of
 from distiller.diffusion.sampling_inputs import SamplingInputs
-from distiller.diffusion.text import TextStore, embedding_key
+from distiller.diffusion.text import TRY_DTYPE, TextStore, embedding_key
 from distiller.distributed.liveness import LivenessBarrier
 from distiller.distributed.ranks import Ranks
-from distiller.storage.stage_shards import find_missing_shards, save_atomically
+from distiller.storage.stage_shards import find_missing_shards, refuse_not_finite, save_atomically
 from distiller.storage.stages import Stage, digest_of
 from distiller.teachers.base import Teacher
 
@@ -200,4 +200,6 @@ def _draw_shard(setup: RolloutSetup, sample_ids: range) -> dict[str, torch.Tenso
         tensors["points"] = torch.stack(trajectory.points, dim=1).to(dtype).cpu()
         tensors["predictions"] = torch.stack(trajectory.predictions, dim=1).to(dtype).cpu()
         tensors["timesteps"] = trajectory.timesteps.cpu()
+    drawn = {name: tensor for name, tensor in tensors.items() if name != "timesteps"}
+    refuse_not_finite(drawn, "the teacher's drawing of sample", sample_ids.start, TRY_DTYPE)
     return {name: tensor.contiguous() for name, tensor in tensors.items()}

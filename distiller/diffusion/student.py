@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from distiller.diffusion.pipeline import check_weights, model_files
 from distiller.errors import UserError
 from distiller.storage.json_files import read_json_object
 from distiller.storage.packaged_files import local_path, search_note
+from distiller.storage.weight_files import read_header
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.student_module import TrainedStudent
@@ -46,10 +48,12 @@ def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
     family.check_student(student)
     try:
         with torch.device("meta"):
-            architecture.model_class.from_config(config)
+            model = architecture.model_class.from_config(config)
     except Exception as error:
         kind = type(error).__name__
         raise UserError(f"diffusers cannot build a student of this config ({kind}: {error}); correct it") from error
+    if student.path is not None:
+        _check_stored(model, _model_folder(student, architecture), f"student.path: {student.path}")
     return config
 
 
@@ -163,6 +167,26 @@ def _read_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
     if student.path is not None:
         check_weights(file.parent, f"student.path: {student.path}")
     return defaults | config
+
+
+def _check_stored(model: Any, folder: Path, origin: str) -> None:
+    """Raises UserError where the files lack a tensor of the (meta) model, or hold another one or another shape.
+
+    diffusers would drop the one without a word, and leave the other on the meta device. Reads headers only.
+    """
+    stored = {name: tensor for file in model_files(folder) for name, tensor in read_header(file).items()}
+    expected, ignored = model.state_dict(), type(model)._keys_to_ignore_on_load_unexpected or ()
+    for name in sorted(expected.keys() | stored.keys()):
+        if name not in expected and any(re.search(pattern, name) for pattern in ignored):
+            continue
+        if name not in expected or name not in stored:
+            found = "lack" if name in expected else "hold"
+            raise UserError(f"{origin}: its weights {found} {name}, unlike the model of its config.json; copy it again")
+        if stored[name].shape != tuple(expected[name].shape):
+            raise UserError(
+                f"{origin}: {name} has shape {list(stored[name].shape)} in the weights and "
+                f"{list(expected[name].shape)} by its config.json; the two do not belong together"
+            )
 
 
 def _model_folder(student: DiffusionStudent, architecture: Architecture) -> Path:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distiller.diffusion.family import TEXT, Condition, Family
 from distiller.storage.stage_folders import StageFolders
-from distiller.storage.stage_shards import find_missing_shards, save_atomically
+from distiller.storage.stage_shards import find_missing_shards, refuse_not_finite, save_atomically
 from distiller.storage.stages import Stage, digest_of
 
 FORMAT = 2
@@ -22,6 +22,8 @@ TOKENS, LENGTHS = "tokens", "lengths"
 """Tensors of a shard: the text of its prompts, concatenated to [rows, D], and the rows of each, int64 [prompts]."""
 SHARD_PROMPTS = 256
 """Prompts in one file."""
+TRY_DTYPE = "set teacher.dtype to float32 or bfloat16"
+"""Advice where a model's numbers exceed the range of its dtype, as float16's often do."""
 BATCH_PROMPTS = 64
 """Prompts that are embedded at once."""
 
@@ -77,6 +79,9 @@ def encode_prompts(
                     {name: value.cpu() for name, value in condition.items()}
                     for condition in family.embed(pipeline, batch, length)
                 ]
+                for i, condition in enumerate(conditions[first:], start=index * SHARD_PROMPTS + first + 1):
+                    one = {name: value[None] for name, value in condition.items()}
+                    refuse_not_finite(one, "the embedding of prompt", i, TRY_DTYPE)
                 bar.update(len(batch))
             save_atomically(_tensors_of(conditions), _shard(stage.partial, index))
     stage.finish()

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from distiller.data.images import load_image
 from distiller.data.latents import PROMPTS_FILE
-from distiller.storage.stage_shards import find_missing_shards, save_atomically
+from distiller.storage.stage_shards import find_missing_shards, refuse_not_finite, save_atomically
 from distiller.storage.stages import Stage
 
 MAX_POSITIONS = 4096
@@ -88,6 +88,8 @@ def encode_images(
             image_ids = range(index * batch_size, min((index + 1) * batch_size, len(images)))
             pixels = torch.stack([load_image(images[i][0], height, width) for i in image_ids]).unsqueeze(2)
             tensors = {"latents": vae.encode(pixels).cpu().contiguous(), "prompt_index": torch.tensor(list(image_ids))}
+            latents = {"latents": tensors["latents"]}
+            refuse_not_finite(latents, "the VAE's latent of image", image_ids.start, "look at this image")
             save_atomically(tensors, shards[index])
     captions = "".join(f"{caption}\n" for _, caption in images)
     (stage.partial / PROMPTS_FILE).write_text(captions, encoding="utf-8")

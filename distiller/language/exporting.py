@@ -48,6 +48,11 @@ def export_student(
     """
     model = student.skeleton().to_empty(device="cpu")
     model_tensors = model_state(state)
+    if student.spec.is_tied:
+        # Under both names: the model would tie what is loaded to an embedding that is not.
+        tied = [name for name in student.spec.head_names if name in model.state_dict()]
+        given = next((model_tensors[name] for name in tied if name in model_tensors), None)
+        model_tensors = {**({} if given is None else dict.fromkeys(tied, given)), **model_tensors}
     report = model.load_state_dict(model_tensors, strict=False, assign=True)
     model.tie_weights()
     missing, heads = set(report.missing_keys), set(student.spec.head_names)

@@ -13,7 +13,7 @@ from distiller.errors import UserError
 from distiller.language.model.files import LanguageFiles
 from distiller.language.model.logits import Head, TokenIds, product_width
 from distiller.storage.weight_files import WeightFiles
-from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_capture import block_hidden, capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request
 
 BODY = "body"
@@ -74,7 +74,7 @@ class LanguageNetwork(Network):
         ]
         with capture_outputs(blocks) as captured:
             hidden = module(**call.inputs, use_cache=False).last_hidden_state
-        return {HIDDEN: hidden, **captured}
+        return {HIDDEN: hidden, **{name: block_hidden(output) for name, output in captured.items()}}
 
     def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
         return outputs[0]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distiller.language.loss.chunked_loss import Target, chunked_loss
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import Head, LogitChange, TokenIds
-from distiller.tasks.feature_capture import capture_outputs
+from distiller.tasks.feature_capture import block_hidden, capture_outputs
 from distiller.tasks.feature_matching import new_projections
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent
@@ -145,7 +145,7 @@ class LanguageStudent(TrainedStudent):
         is_ignored = ~inputs.loss_mask.to(hidden.device, non_blocking=True)
         # Indexed, since Accelerate's regional compilation replaces an empty ModuleList by a module without iteration.
         for index, name in enumerate(self._blocks):
-            projected = self.projections[index](captured[name].flatten(0, 1))
+            projected = self.projections[index](block_hidden(captured[name]).flatten(0, 1))
             errors = mean_squared_error(projected, inputs.features[index])
             features = features + errors.masked_fill(is_ignored, 0).sum()
         return LossTerms(loss, divergence, cross_entropy, unused_ids, features / len(self._blocks))

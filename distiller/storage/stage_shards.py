@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from distiller.errors import RunError
 from distiller.storage.file_modes import follow_umask
 from distiller.storage.stages import refuse_unreadable
 
@@ -21,6 +23,21 @@ def save_atomically(tensors: Mapping[str, Tensor], file: Path, writer: str = "tm
     save_file(dict(tensors), temporary)
     follow_umask(temporary)
     temporary.replace(file)
+
+
+def refuse_not_finite(tensors: Mapping[str, Tensor], what: str, first: int, advice: str) -> None:
+    """Raises RunError if a row of a floating tensor is not finite: a finished stage would be reused by every later run.
+
+    Args:
+        tensors: [n, ...] each, of `what` number `first`, `first` + 1 and so on; what has other rows is left out.
+        what: in the singular, for the message.
+    """
+    num_rows = max(len(tensor) for tensor in tensors.values())
+    for tensor in tensors.values():
+        if tensor.is_floating_point() and len(tensor) == num_rows:
+            is_finite = torch.isfinite(tensor).flatten(1).all(1)
+            if not is_finite.all():
+                raise RunError(f"{what} {first + int(is_finite.long().argmin())} is not finite; {advice}")
 
 
 def find_missing_shards(files: Sequence[Path]) -> list[int]:

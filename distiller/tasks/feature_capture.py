@@ -9,6 +9,11 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 
+def block_hidden(output: Tensor | tuple[Tensor, ...]) -> Tensor:
+    """The hidden states [B, L, H] among the outputs of a language model's block, some of which return tuples."""
+    return output[0] if isinstance(output, tuple) else output
+
+
 @contextmanager
 def capture_outputs(blocks: Sequence[tuple[str, nn.Module]]) -> Iterator[dict[str, Tensor]]:
     """Collects what the named modules return in one forward pass of this thread.

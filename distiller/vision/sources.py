@@ -136,10 +136,12 @@ class DatasetPictures(Pictures):
         self.names = [f"{loaded._fingerprint}/{data.image_column}/{number}" for number in range(len(loaded))]
         if any(number not in range(len(self.class_names)) for number in self.classes):
             raise UserError(f"data.path: {data.path} has rows without a class ({data.label_column!r}); remove them")
-        self._loaded, self._column = loaded, data.image_column
+        self._fingerprint, self._column = str(loaded._fingerprint), data.image_column
+        # Saved as `Image(decode=False)`, a cell is a dictionary of bytes and path.
+        self._loaded = loaded.cast_column(data.image_column, datasets.Image())
 
     def contents(self) -> Any:
-        return [READER_VERSION, str(self._loaded._fingerprint), self._column]
+        return [READER_VERSION, self._fingerprint, self._column]
 
     def read(self, index: int, num_channels: int) -> Picture:
         try:

@@ -281,11 +281,26 @@ def _shallower(options: ClassificationStudent, files: ClassifierFiles) -> Pretra
     else:
         layers = values.get("num_hidden_layers")
         if not isinstance(layers, int) or "depths" in values:
+            if "vision_config" in values:
+                raise UserError(
+                    f"student.num_layers: a {type(files.config).__name__} holds the config of its vision model inside; "
+                    "give student.config"
+                )
             raise UserError("student.num_layers: the teacher's layers are in stages; give student.depths")
         if (wanted := options.num_layers or 0) > layers:
             raise UserError(f"student.num_layers is {wanted} and the teacher has only {layers}; lower it")
         values["num_hidden_layers"] = wanted
-    return AutoConfig.for_model(**values)
+    # Of the teacher's depth; backbones alone use them.
+    for key in ("stage_names", "out_features", "out_indices"):
+        values.pop(key, None)
+    try:
+        return AutoConfig.for_model(**values)
+    except Exception as error:
+        # Each config class raises errors of its own types for values that contradict each other.
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"student: a {type(files.config).__name__} cannot be cut so ({reason}); give student.config"
+        ) from error
 
 
 def _stages(structure: Structure) -> dict[str, list[str]]:

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    Dinov2Config,
     LevitConfig,
     PoolFormerConfig,
 )
@@ -566,6 +567,20 @@ class TestRefusals:
         data["student"] = way
         with pytest.raises(UserError, match=words):
             parse_task(data)
+
+    def test_a_config_that_lists_its_stages_is_cut(self, make_data, tmp_path):
+        """DINOv2's is one of a backbone too."""
+        values = {
+            "hidden_size": 16,
+            "num_hidden_layers": 4,
+            "num_attention_heads": 2,
+            "image_size": 32,
+            "patch_size": 8,
+        }
+        teacher = classifiers.save_classifier(tmp_path / "dinov2", Dinov2Config(**values, **classifiers.NAMES))
+        data = make_data("vit", teacher={"path": str(teacher)})
+        data["student"] = {"num_layers": 2}
+        assert parse_task(data)._plan.config.num_hidden_layers == 2
 
     def test_a_folder_without_a_processor_or_of_another_kind(self, make_data, tmp_path):
         for content, words in (

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 
 from distiller.config.causal_lm import LanguageData
@@ -116,3 +117,11 @@ def test_a_row_without_a_readable_picture_is_named(tmp_path):
     assert opened.read(1, 1).shape == (37, 40, 1)
     with pytest.raises(RunError, match="row 2 of the data set holds no readable image"):
         opened.read(2, 3)
+
+
+def test_pictures_that_were_saved_without_being_decoded(tmp_path):
+    data = save_pictures(tmp_path, [0, 1, 2])
+    saved = datasets.load_from_disk(str(tmp_path / "saved"))
+    saved.cast_column("image", datasets.Image(decode=False)).save_to_disk(str(tmp_path / "bytes"))
+    as_bytes = open_pictures(data.model_copy(update={"path": str(tmp_path / "bytes")}))
+    assert np.array_equal(as_bytes.read(1, 3), open_pictures(data).read(1, 3))

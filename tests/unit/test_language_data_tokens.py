@@ -1,6 +1,7 @@
 """Which tokens a document becomes, and which of them are learnt."""
 
 import pytest
+from tokenizers import processors
 
 from distiller.errors import UserError
 from distiller.language.data.documents import Answer, Chat, Text
@@ -119,3 +120,21 @@ def test_the_digest_follows_what_the_tokenizer_does(tmp_path):
 def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(UserError, match="holds no tokenizer"):
         DocumentTokenizer(tmp_path)
+
+
+def test_spaces_at_the_end_of_an_answer_are_learnt(tmp_path):
+    """Their token may have the empty range of characters at the end of the text."""
+    tokenizer = DocumentTokenizer(byte_level(tmp_path, CHAT))
+    backend = tokenizer._tokenizer.backend_tokenizer
+    backend.post_processor = processors.ByteLevel(trim_offsets=True)
+    (document,) = tokenizer.tokenise([Answer("", "a", " b ")])
+    texts = [tokenizer._tokenizer.decode([token]) for token in document.tokens]
+    assert texts[-2] == " "
+    assert document.learnt[-2:].tolist() == [True, True]
+
+
+def test_a_conversation_that_begins_with_the_assistant_is_named(tmp_path):
+    tokenizer = DocumentTokenizer(byte_level(tmp_path, CHAT))
+    chat = Chat("x line 3", ({"role": "assistant", "content": "a"}, {"role": "user", "content": "b"}))
+    with pytest.raises(UserError, match=r"x line 3 begins with the assistant, and the chat template does not mark"):
+        list(tokenizer.tokenise([chat]))

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Gemma2Config, Gemma3TextConfig, LlamaTokenizer
 
 from distiller.errors import UserError
 from distiller.language.gguf.metadata import apply_metadata
 from distiller.language.gguf.model import GgufModel, exact_dtype
 from distiller.language.gguf.rope import _llama3 as rope_of_llama3
 from distiller.language.gguf.tensors import has_own_output
+from distiller.language.gguf.tokenizer import apply_tokenizer_metadata
 from distiller.storage.packaged_files import find_model_file
 from tests.toy_language import byte_level
 
@@ -232,6 +233,47 @@ def test_a_feature_with_the_value_zero_is_switched_off():
     metadata = {f"gemma2.{name}_logit_softcapping": 0.0 for name in ("final", "attn")}
     apply_metadata(config, {"general.architecture": "gemma2", **metadata}, {}, "x.gguf")
     assert [config.final_logit_softcapping, config.attn_logit_softcapping] == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "layers", "sizes", "scale"),
+    [
+        ("gemma2", 46, (4608, 32, 128), 144),
+        ("gemma2", 42, (3584, 16, 256), 256),
+        ("gemma3", 62, (5376, 32, 128), 168),
+        ("gemma3", 34, (2560, 8, 256), 256),
+    ],
+)
+def test_attention_of_gemma_is_scaled_as_llama_cpp_scales_it(architecture, layers, sizes, scale):
+    """The 27 billion by the width of a layer for each head, the others by that of a head; the format has no key."""
+    kind = {"gemma2": Gemma2Config, "gemma3": Gemma3TextConfig}[architecture]
+    config = kind(hidden_size=sizes[0], num_attention_heads=sizes[1], head_dim=sizes[2])
+    metadata = {"general.architecture": architecture, f"{architecture}.block_count": layers}
+    apply_metadata(config, metadata, {}, "x.gguf")
+    assert config.query_pre_attn_scalar == scale
+
+
+@pytest.mark.parametrize(
+    ("name", "is_known"),
+    [("starcoder", True), ("gpt-2", True), ("llama-bpe", True), ("deepseek-llm", False), ("default", False)],
+)
+def test_how_text_is_split_is_known_or_refused(tmp_path, name, is_known):
+    file = write_model(tmp_path, "F32", pre_tokenizer=name)
+    if is_known:
+        tokenizer = AutoTokenizer.from_pretrained(GgufModel(file, tmp_path / "stages").description)
+        assert (tokenizer.tokenize("2024") == list("2024")) == (name == "starcoder")
+    else:
+        with pytest.raises(UserError, match=rf"tokenizer\.ggml\.pre is {name}, so that it is not known how text"):
+            GgufModel(file, tmp_path / "stages")
+
+
+def test_a_first_space_that_the_file_switches_off_is_not_added():
+    tokenizer = LlamaTokenizer(vocab={"<unk>": 0, "<s>": 1, "</s>": 2, "▁": 3, "a": 4, "▁a": 5}, merges=[("▁", "a")])
+    assert tokenizer.tokenize("a a") == ["▁a", "▁a"]
+    metadata = {"general.architecture": "llama", "tokenizer.ggml.model": "llama"}
+    apply_tokenizer_metadata(tokenizer, metadata | {"tokenizer.ggml.add_space_prefix": False}, "x.gguf")
+    assert tokenizer.tokenize("a a") == ["a", "▁a"]
+    assert tokenizer.decode(tokenizer("a a", add_special_tokens=False).input_ids) == "a a"
 
 
 @pytest.mark.parametrize("differs", [True, False])

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPTNeoConfig
 
+from distiller import commands
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
@@ -55,6 +56,37 @@ def test_saved_buffers_of_kept_layers_are_the_teacher_s(task_of, tmp_path):
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     student = task_of(teacher_path=folder, student={"num_layers": 2}).build_student().model
     assert torch.equal(student.model.layers[1].mlp.gate.e_score_correction_bias, weights[name])
+
+
+def test_leading_dense_layers_stay_dense_and_the_others_mixtures(task_of, tmp_path):
+    config = toy_causal_lm.deepseek_config(num_hidden_layers=6, first_k_dense_replace=3)
+    folder = toy_causal_lm.save_model(tmp_path / "deepseek", config)
+    student = task_of(teacher_path=folder, student={"num_layers": 3}).build_student().model
+    # Of the teacher's layers 0, 2 and 5.
+    assert [hasattr(layer.mlp, "experts") for layer in student.model.layers] == [False, False, True]
+
+
+def test_a_tied_tensor_may_have_the_name_of_the_output_layer(task_of, tmp_path):
+    task = task_of(student={"num_layers": 2})
+    state = task.build_student().state_dict()
+    (name,) = (name for name in state if name.endswith("embed_tokens.weight"))
+    state.setdefault("model.lm_head.weight", state[name])
+    del state[name]
+    task.export(state, tmp_path / "student")
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "student")
+    assert torch.equal(exported.get_input_embeddings().weight, state["model.lm_head.weight"])
+
+
+def test_features_of_blocks_that_return_tuples(task_of, tmp_path):
+    """Falcon's, GPT-Neo's, Bloom's and MPT's do."""
+    values = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "attention_types": [[["global"], 4]]}
+    config = GPTNeoConfig(vocab_size=toy_causal_lm.VOCABULARY, max_position_embeddings=64, **values)
+    folder = toy_causal_lm.save_model(tmp_path / "neo", config)
+    features = {"weight": 1.0, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
+    recipe = toy_causal_lm.recipe(
+        tmp_path, folder, student={"num_layers": 2}, task={"losses": {"features": features}}, train={"max_steps": 1}
+    )
+    commands.train(parse(recipe), resume=False)
 
 
 def test_all_of_a_teachers_parameters_are_counted(task_of, tmp_path):

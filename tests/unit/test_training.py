@@ -17,7 +17,7 @@ from distiller.checkpoint.reading import CheckpointReader
 from distiller.config.recipe import Recipe
 from distiller.data import rng
 from distiller.data.latents import LatentStore
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 from tests import toys
 
 ONLY_FILE = "rank-00000-of-00001.safetensors"
@@ -426,3 +426,19 @@ def test_a_student_that_is_the_teacher_has_no_loss(make_recipe, pipelines):
     """The whole path from prompt to loss is exact, or this would not be zero."""
     folder = run(make_recipe(student={"config": None, "path": str(pipelines[1])}, optim={"lr": 1e-12}))
     assert toys.read_metrics(folder)[0]["loss"] < 1e-9
+
+
+@pytest.mark.parametrize("part", ["transformer", "text_encoder"])
+def test_a_stage_of_numbers_that_are_not_finite_is_not_kept(make_recipe, pipelines, tmp_path, part):
+    """Of a teacher in float16, say: every later run would take them, and be told to lower its learning rate."""
+    folder = Path(shutil.copytree(pipelines[1], tmp_path / "teacher"))
+    (file,) = (folder / part).glob("*.safetensors")
+    weights = load_file(file)
+    name = next(name for name in sorted(weights, reverse=True) if weights[name].ndim == 1)
+    save_file(weights | {name: torch.full_like(weights[name], torch.nan)}, file, {"format": "pt"})
+    recipe = make_recipe(teacher={"path": str(folder)}, task={"height": 32, "width": 32, "targets": "stored"})
+    words = "the teacher's drawing of sample 0" if part == "transformer" else "the embedding of prompt 1"
+    with pytest.raises(RunError, match=rf"{words} is not finite; set teacher\.dtype to float32 or bfloat16"):
+        run(recipe)
+    kind = "rollout" if part == "transformer" else "text"
+    assert [path.suffix for path in (tmp_path / "run" / "stages").glob(f"{kind}-*")] == [".partial"]

@@ -1,6 +1,8 @@
 """Students from a config, a folder, or the teacher's own blocks."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.student import DistilledStudent, build_student, student_config
 from distiller.diffusion.wan.architecture import WanArchitecture
+from distiller.errors import UserError
 from distiller.tasks.layer_selection import evenly_spaced
 from tests import toys
 
@@ -97,3 +100,14 @@ def test_a_config_may_leave_defaults_out(pipelines, tmp_path):
     del config["eps"]
     file.write_text(json.dumps(config))
     assert build(DiffusionStudent(config=str(file)), pipelines[1]).config.eps == pytest.approx(1e-6)
+
+
+@pytest.mark.parametrize(("num_layers", "words"), [(2, "hold blocks.2."), (4, "lack blocks.3.")])
+def test_weights_of_another_depth_than_the_config_s_are_refused(pipelines, tmp_path, num_layers, words):
+    """diffusers drops the one, and leaves the other without memory."""
+    folder = Path(shutil.copytree(pipelines[1] / "transformer", tmp_path / "student"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_layers": num_layers}))
+    family = find_pipeline(Teacher(path=str(pipelines[1])))
+    with pytest.raises(UserError, match=rf"^student.path: {folder}: its weights {words}.*; copy it again"):
+        student_config(DiffusionStudent(path=str(folder)), family)

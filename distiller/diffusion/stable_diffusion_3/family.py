@@ -17,7 +17,7 @@ from torch import Tensor
 from distiller.config.diffusion import DiffusionOptions, DiffusionRecipe, DiffusionStudent
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.family import Condition, Family, expand_conditions
-from distiller.diffusion.flow_matching import FlowMatching, scheduler_shift
+from distiller.diffusion.flow_matching import FlowMatching, load_scheduler, scheduler_shift
 from distiller.diffusion.kl_vae import KlVae, pixels_of_latent
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.picture_size import latent_size
@@ -86,7 +86,8 @@ class SD3Family(Family):
         return config["in_channels"], 1, *size
 
     def noise_process(self, shape: LatentShape) -> NoiseProcess:
-        config = self.files.scheduler_config
+        # As the pipeline reads it: with the scheduler's own defaults filled in.
+        config = load_scheduler(self.files).config
         if not config.get("use_dynamic_shifting"):
             return FlowMatching(self.files, scheduler_shift(self.files), {})
         mu = calculate_shift(

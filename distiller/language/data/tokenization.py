@@ -142,7 +142,9 @@ class DocumentTokenizer:
         # Special tokens that the tokenizer adds have the empty range (0, 0), so only a text's are learnt.
         learnt = np.full(len(tokens), isinstance(document, Text))
         for start, end in spans:
-            learnt |= (token_spans[:, 1] > start) & (token_spans[:, 0] < end)
+            first, last = token_spans[:, 0], token_spans[:, 1]
+            # A token of spaces at the end of a text may have the empty range behind it.
+            learnt |= (last > start) & ((first < end) | ((first == last) & (last == end)))
         end_of_text = self._tokenizer.eos_token_id
         if end_of_text is not None and not isinstance(document, Chat):
             if not len(tokens) or tokens[-1] != end_of_text:
@@ -186,6 +188,12 @@ class DocumentTokenizer:
         messages, spans = chat.messages, []
         whole = self._apply(chat, messages, tokenize=False)
         for index, message in enumerate(messages):
+            if message["role"] == "assistant" and index == 0:
+                raise UserError(
+                    f"data.path: {chat.origin} begins with the assistant, and the chat template does not mark what it "
+                    "generates, so the answer cannot be told from the rest; mark it with {% generation %} in the "
+                    "template, or begin with another turn"
+                )
             if message["role"] == "assistant":
                 before = self._apply(chat, messages[:index], tokenize=False, add_generation_prompt=True)
                 after = self._apply(chat, messages[: index + 1], tokenize=False)

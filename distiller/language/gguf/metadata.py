@@ -54,6 +54,10 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
 OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys whose attribute is None in models without the feature. The config's default may be a number."""
 
+LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
+"""Architecture -> layers of its model of 27 billion parameters. llama.cpp knows that model by this number, and scales its
+attention by another width than a head's, for which the format has no key (src/models/gemma2.cpp and gemma3.cpp)."""
+
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
     "residual_scale": 1.0,
@@ -84,6 +88,10 @@ def apply_metadata(config: Any, metadata: Mapping[str, Any], tensors: Mapping[st
     if architecture == "llama" and hasattr(config, "sliding_window"):
         # The reader makes a Mistral config where the model's name says so; llama.cpp has no window for "llama".
         config.sliding_window = None
+    if architecture in LAYERS_OF_27B:
+        is_27b = values.get("block_count") == LAYERS_OF_27B[architecture]
+        own_scale = config.hidden_size // config.num_attention_heads
+        config.query_pre_attn_scalar = own_scale if is_27b else config.head_dim
     apply_rope(config, values, tensors, known, origin, prefix)
     for key, value in values.items():
         if key in known or key in WITHOUT_EFFECT or key in ROPE_KEYS or value == NEUTRAL.get(key):

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from tokenizers import pre_tokenizers
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -27,22 +25,15 @@ from distiller.errors import RunError, UserError
 from distiller.language.gguf.metadata import apply_metadata
 from distiller.language.gguf.rope import FACTOR_TENSORS
 from distiller.language.gguf.tensors import check_tensors, has_own_output, tensors_of
+from distiller.language.gguf.tokenizer import apply_tokenizer_metadata
 from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_files
 
-FORMAT = 2
+FORMAT = 3
 """Version of the conversion; a part of the stages' keys."""
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 """Dtypes in which `exact_dtype` tries to hold weights, in this order."""
-
-PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    # Its vocabulary was made with single digits; GPT-2's rule, which transformers falls back to, joins digits.
-    "smollm": lambda: pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    ),
-}
-"""A file's `tokenizer.ggml.pre` -> the rule for splitting text, for names that transformers does not know."""
 
 
 @final
@@ -123,10 +114,8 @@ class GgufModel:
         model = self._build(config)
         config.architectures = [type(model).__name__]
         check_tensors(reader, metadata["general.architecture"], model, str(self._file))
-        pre_tokenizer = metadata.get("tokenizer.ggml.pre", "")
-        if pre_tokenizer in PRE_TOKENIZERS:
-            assert isinstance(tokenizer, PreTrainedTokenizerFast)
-            tokenizer.backend_tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre_tokenizer]()
+        assert isinstance(tokenizer, PreTrainedTokenizerFast)
+        apply_tokenizer_metadata(tokenizer, metadata, str(self._file))
         config.dtype = torch.float32
         stage.partial.mkdir(parents=True, exist_ok=True)
         config.save_pretrained(stage.partial)

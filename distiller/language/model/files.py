@@ -149,8 +149,10 @@ def read_config(file: Path, origin: str, trusts_code: bool) -> Any:
     try:
         if own_code and trusts_code:
             return AutoConfig.from_pretrained(file.parent, trust_remote_code=True, local_files_only=True)
+        # FlashAttention keeps packed documents apart in batches of one row only, and the library's choice elsewhere.
+        kept = {key: value for key, value in content.items() if not key.endswith("attn_implementation")}
         # JSON has no infinities: the file holds objects for them.
-        return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(content))
+        return AutoConfig.for_model(**PreTrainedConfig._decode_special_floats(kept))
     except Exception as error:
         # Each config class raises errors of its own types for wrong values.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
