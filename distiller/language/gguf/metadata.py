@@ -55,8 +55,8 @@ OPTIONAL = ("attn_logit_softcapping", "final_logit_softcapping")
 """Keys whose attribute is None in models without the feature. The config's default may be a number."""
 
 LAYERS_OF_27B = {"gemma2": 46, "gemma3": 62}
-"""Architecture -> layers of its model of 27 billion parameters. llama.cpp knows that model by this number, and scales its
-attention by another width than a head's, for which the format has no key (src/models/gemma2.cpp and gemma3.cpp)."""
+"""Architecture -> layers of its model of 27 billion parameters. llama.cpp knows that model by this number, and scales
+its attention by another width than a head's, for which the format has no key (src/models/gemma2.cpp, gemma3.cpp)."""
 
 NEUTRAL: dict[str, Any] = {
     "attention.causal": True,
