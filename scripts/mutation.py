@@ -7,7 +7,8 @@
 A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
 imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs the group's unit
 tests until one fails. With --all-tests, survivors are run again with all unit tests. Messages, annotations, decorators,
-docstrings and device arguments are not changed. Exit code 1 if less than --at-least percent were detected.
+docstrings, progress bars, limits of memory and device arguments are not changed. Exit code 1 if less than --at-least
+percent were detected.
 """
 
 from __future__ import annotations
@@ -39,7 +40,10 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *(f"distiller/diffusion/{name}.py" for name in ("samples", "network", "text", "sampling", "vae", "kl_vae")),
             "distiller/diffusion/sampling_inputs.py",
         ),
-        ("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
+        (
+            *("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
+            *("picture_families", "picture_training", "pipeline_defaults", "wan_*", "training"),
+        ),
     ),
     "keys": (
         ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py"),
@@ -68,8 +72,11 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 }
 """Group -> (files, names of the unit tests that run first)."""
 
-UNSEEN = ("device", "non_blocking", "pin_memory")
-"""Keyword arguments without effect on a CPU."""
+UNSEEN = ("device", "non_blocking", "pin_memory", "use_safetensors", "local_files_only", "low_cpu_mem_usage")
+"""Keyword arguments without effect on a CPU, or on files that are there and in safetensors."""
+
+LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT")
+"""Beginnings of constants that bound memory or number a format: results are the same with any value."""
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
@@ -123,6 +130,11 @@ class Mutator(ast.NodeTransformer):
             node.value = self.visit(node.value)
         return node
 
+    def visit_Assign(self, node: ast.Assign) -> Any:
+        if isinstance(node.targets[0], ast.Name) and node.targets[0].id.startswith(LIMITS):
+            return node
+        return self.generic_visit(node)
+
     def visit_ClassDef(self, node: ast.ClassDef) -> Any:
         node.body = [self.visit(child) for child in node.body]
         return node
@@ -140,7 +152,7 @@ class Mutator(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> Any:
         name = ast.unparse(node.func)
-        if name.endswith(("Error", "print", "Field", "warn", "TypeVar")):
+        if name.endswith(("Error", "print", "Field", "warn", "TypeVar", "tqdm")):
             return node
         self.generic_visit(node)
         for number, keyword in enumerate(node.keywords):
