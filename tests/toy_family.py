@@ -118,8 +118,8 @@ class ToyFamily(Family):
     def check_task(self, task: DiffusionOptions) -> None:
         del task
 
-    def check_student(self, student: DiffusionStudent) -> None:
-        del student
+    def check_student(self, student: DiffusionStudent, config: Mapping[str, Any]) -> None:
+        del student, config
 
     def default_size(self) -> tuple[int, int, int]:
         side = self.teacher_config["sample_size"] * pixels_of_latent(self.files.vae_config)

@@ -85,8 +85,11 @@ class Family(ABC):
         """Raises UserError for values of `task` that these pipelines do not support."""
 
     @abstractmethod
-    def check_student(self, student: DiffusionStudent) -> None:
-        """Raises UserError for a saved student whose pipeline predicts another quantity than the teacher's."""
+    def check_student(self, student: DiffusionStudent, config: Mapping[str, Any]) -> None:
+        """Raises UserError for a student that cannot draw in the teacher's pipeline.
+
+        `config` is the student's; a saved one may be in a pipeline that predicts another quantity than the teacher's.
+        """
 
     @abstractmethod
     def default_size(self) -> tuple[int, int, int]:

@@ -45,7 +45,7 @@ def student_config(student: DiffusionStudent, family: Family) -> dict[str, Any]:
                 f"the student's {key} ({name}) is {student_value} and the teacher's {teacher_value}; they must be equal"
             )
     architecture.check_student(config, teacher)
-    family.check_student(student)
+    family.check_student(student, config)
     try:
         with torch.device("meta"):
             model = architecture.model_class.from_config(config)

@@ -111,3 +111,17 @@ def test_weights_of_another_depth_than_the_config_s_are_refused(pipelines, tmp_p
     family = find_pipeline(Teacher(path=str(pipelines[1])))
     with pytest.raises(UserError, match=rf"^student.path: {folder}: its weights {words}.*; copy it again"):
         student_config(DiffusionStudent(path=str(folder)), family)
+
+
+def test_a_patch_that_the_teacher_s_pipeline_cannot_draw_is_refused(pipelines, tmp_path):
+    """Wan 2.2 TI2V's, whose call assumes patches of 1 x 2 x 2."""
+    folder = Path(shutil.copytree(pipelines[1], tmp_path / "teacher"))
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"expand_timesteps": True}))
+    family = find_pipeline(Teacher(path=str(folder)))
+    file = toys.write_student_config(tmp_path / "student.json")
+    student = DiffusionStudent(config=str(file))
+    student_config(student, family)
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"patch_size": [1, 4, 4]}))
+    with pytest.raises(UserError, match=r"patch_size is \[1, 4, 4\], and a WanPipeline with expand_timesteps"):
+        student_config(student, family)

@@ -63,7 +63,8 @@ class StableDiffusionFamily(Family):
                 f"prompt to its tokenizer's {self._length}; leave it out"
             )
 
-    def check_student(self, student: DiffusionStudent) -> None:
+    def check_student(self, student: DiffusionStudent, config: Mapping[str, Any]) -> None:
+        del config
         if student.path is None:
             return
         folder = local_path(student.path)

@@ -25,6 +25,9 @@ from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENG
 from distiller.diffusion.wan.vae import WanVae
 from distiller.errors import UserError
 
+PATCH_OF_EXPANDED_TIMESTEPS = (1, 2, 2)
+"""The pipeline's call assumes it where model_index.json says expand_timesteps."""
+
 
 class WanFamily(Family):
     """See `Family`; prompts become `text` [n, D], the embeddings of their n tokens without padding."""
@@ -48,8 +51,13 @@ class WanFamily(Family):
     def check_task(self, task: DiffusionOptions) -> None:
         del task
 
-    def check_student(self, student: DiffusionStudent) -> None:
+    def check_student(self, student: DiffusionStudent, config: Mapping[str, Any]) -> None:
         del student
+        if self.files.index.get("expand_timesteps") and tuple(config["patch_size"]) != PATCH_OF_EXPANDED_TIMESTEPS:
+            raise UserError(
+                f"the student's patch_size is {list(config['patch_size'])}, and a WanPipeline with expand_timesteps "
+                f"(Wan 2.2 TI2V) draws with {list(PATCH_OF_EXPANDED_TIMESTEPS)} alone; correct it"
+            )
 
     def default_size(self) -> tuple[int, int, int]:
         # Defaults of the pipeline's call, rounded as the call rounds them to sizes that its networks can take.
