@@ -17,6 +17,7 @@ from distiller.checkpoint.format import SessionTotals
 from distiller.config.recipe import Recipe
 from distiller.data.order import UpdatePlan
 from distiller.distributed.process import is_main_process, world_size
+from distiller.distributed.rank_failure import is_lost_rank_error
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals
 from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.export import export_run
@@ -66,9 +67,10 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
         if error.is_agreed:
             _close(run)
         raise
-    except Exception:
+    except Exception as error:
         # Nor must a failure of this rank alone. Its thread needs no other rank; rank 0's waits for the others' files.
-        run.checkpoints.wait_for_writer(WRITER_PATIENCE_S)
+        if not is_lost_rank_error(error):
+            run.checkpoints.wait_for_writer(WRITER_PATIENCE_S)
         raise
     finally:
         run.tracker.close_bar()

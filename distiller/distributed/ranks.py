@@ -168,7 +168,9 @@ class _Failure:
         """The exception that every rank raises; `rank` is named in it, unless it is None."""
         if self.is_user_error:
             return AgreedUserError(self.text)
-        return AgreedError(self.text if rank is None else f"rank {rank}: {self.text}")
+        # A failure that ranks of a node have agreed on before names its rank already.
+        is_named = rank is None or self.text.startswith("rank ")
+        return AgreedError(self.text if is_named else f"rank {rank}: {self.text}")
 
 
 def _new_gloo_group(members: list[int] | None) -> dist.ProcessGroup | None:

@@ -33,6 +33,7 @@ MPI_VARIABLES = (
 )
 """Variables that Accelerate reads: the number of processes that MPI started, and this one's rank."""
 CONNECTION_TIMEOUT = timedelta(minutes=1)
+REPORT_TIMEOUT = timedelta(seconds=5)
 """For the launchers' store, which exists before any rank is started."""
 READY_TIMEOUT = timedelta(minutes=30)
 """For the slowest machine to read its recipe."""
@@ -91,12 +92,12 @@ _is_exchanged = False
 
 
 def report_failure(text: str) -> None:
-    """Tells the ranks of other machines, if they wait in `exchange_settings`, why this one fails. Does not wait."""
+    """Tells the ranks of other machines, if they wait in `exchange_settings`, why this one fails. Waits 5 s at most."""
     if _is_exchanged or not _shares_a_store():
         return
     # The store is gone where the first machine's launcher is: then no rank waits.
     with suppress(RuntimeError):
-        _publish(_store(), {"failure": text})
+        _publish(_store(REPORT_TIMEOUT), {"failure": text})
 
 
 def exchange_settings(settings: Mapping[str, Any]) -> None:
@@ -146,9 +147,9 @@ def _shares_a_store() -> bool:
     return num_machines() > 1 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _store() -> Store:
+def _store(timeout: timedelta = CONNECTION_TIMEOUT) -> Store:
     from torch.distributed import PrefixStore, TCPStore
 
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"attempt-{attempt}", TCPStore(address, port, is_master=False, timeout=CONNECTION_TIMEOUT))
+    return PrefixStore(f"attempt-{attempt}", TCPStore(address, port, is_master=False, timeout=timeout))

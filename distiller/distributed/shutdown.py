@@ -111,7 +111,8 @@ class StopSignals:
         while True:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([self._reader], [], [], left_s)[0]:
-                self._end(f"the update under way and its checkpoint took longer than {GRACE_S:.0f} s")
+                work = "the update under way and its checkpoint" if self._is_training else "the command"
+                self._end(f"{work} took longer than {GRACE_S:.0f} s")
             (number,) = os.read(self._reader, 1)
             if number == _END:
                 return
@@ -130,7 +131,8 @@ class StopSignals:
             if missing_ranks():
                 text = describe_lost_ranks("")
             else:
-                text = f"{signal_name(self.requested)}, and {why}; killed, continue with --resume"
+                advice = "continue with --resume" if self._is_training else "start it again"
+                text = f"{signal_name(self.requested)}, and {why}; killed, {advice}"
             reason = f"distiller, rank {rank()}: {text}"
             if is_first_to_report(reason):
                 who = "distiller" if is_main_process() else f"distiller, rank {rank()}"

@@ -41,7 +41,7 @@ def _train(command: Sequence[str], stops: StopSignals) -> None:
     notices = check_launcher(flags, launch, command)
     data, recipe_notices = translate(flags, launch)
     notices += recipe_notices
-    data["output_dir"] = str(_free_folder(Path(flags.output_dir), flags.resume, notices))
+    data["output_dir"] = str(_free_folder(Path(os.path.expanduser(flags.output_dir)), flags.resume, notices))
     student = _student(flags, data, notices)
     recipe = parse(data, "the recipe of these flags")
     _check_sample_dir(flags)

@@ -37,7 +37,7 @@ class SwapTeacher(Teacher):
         plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
         sizes = [unit.num_bytes for plan in plans for unit in plan.units]
         self._ranks.all_succeed(lambda: _check_host_memory(sum(sizes), self._ranks.local_world_size))
-        self._host = HostCopy.make(sizes, self._ranks.as_single_process())
+        self._host = self._ranks.all_succeed(lambda: HostCopy.make(sizes, self._ranks.as_single_process()))
         if SwapOptions.of(setup.options).pin_memory and self._ranks.device.type == "cuda":
             # Before weights are read, so that a driver that refuses to page-lock memory does it early.
             self._ranks.all_succeed(self._host.page_lock)

@@ -22,6 +22,7 @@ from distiller.training.trackers import Trackers
 METRICS_FILE = "metrics.jsonl"
 PEAK_FLOPS = (
     ("H200", 989e12),
+    ("GH200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),
     ("H100", 989e12),

@@ -20,8 +20,9 @@ def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options
     # In 16 bits every rank also makes the float32 copies with which it may compute: see CpuTeacher.
     float32_copies = 0
-    if sizes.item_bytes < 4:
-        float32_copies = (sizes.rest + NUM_FLOAT32_BUFFERS * sizes.largest_block) * 4 // sizes.item_bytes
+    if sizes.item_bytes < 4 and sizes.num_blocks:
+        num_buffers = min(NUM_FLOAT32_BUFFERS, sizes.num_blocks)
+        float32_copies = (sizes.rest + num_buffers * sizes.largest_block) * 4 // sizes.item_bytes
     return Footprint(0, sizes.total + float32_copies * world.num_local_ranks)
 
 

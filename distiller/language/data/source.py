@@ -18,7 +18,7 @@ from distiller.language.data.token_store import TokenStore, tokenise_corpus
 from distiller.language.data.tokenization import DocumentTokenizer
 from distiller.storage.stages import Stage, digest_of
 
-FORMAT = 3
+FORMAT = 4
 """Version of the stage's files and of how documents become tokens; a part of the stage's key."""
 
 

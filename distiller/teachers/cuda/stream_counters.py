@@ -30,7 +30,7 @@ class StreamCounters:
 
     def __init__(self, num_counters: int, ranks: Ranks) -> None:
         """Communicates. Raises UserError where the GPUs cannot map host memory."""
-        num_bytes = -(-num_counters * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
+        num_bytes = -(-max(num_counters, 1) * LINE_BYTES // PAGE_BYTES) * PAGE_BYTES
         self._host = HostCopy.make([num_bytes], ranks)
         self._address = self._host.piece(0).data_ptr()
 

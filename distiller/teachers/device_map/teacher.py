@@ -104,7 +104,9 @@ class DeviceMapTeacher(Teacher):
         copy_in = [(group, partial(self._copy_from_host, i)) for i, group in enumerate(from_host, len(resident))]
         copy_in += [(group, partial(self._read, i)) for i, group in enumerate(from_disk)]
         copies, gpus = DeviceCopies(), [torch.device("cuda", gpu) for gpu in sorted(self._shared.gpu_bytes)]
-        locks_gpus = self._device.type == "cuda" and setup.ranks.local_world_size > 1 and bool(gpus)
+        shares_gpus = self._device.type == "cuda" and setup.ranks.local_world_size > 1
+        # On all nodes or on none: locks communicate between all ranks, and a node may have nothing on its GPUs.
+        locks_gpus = shares_gpus and any(setup.ranks.gather(bool(gpus)))
         self._ticket_lock = GpuTicketLock(gpus, setup.ranks) if locks_gpus else None
         for name, module in self._modules.items():
             weights = {
