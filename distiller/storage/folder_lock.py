@@ -12,7 +12,11 @@ import json
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from filelock import FileLock
 
 from distiller.errors import UserError
 
@@ -55,6 +59,31 @@ def remove_lock_file(folder: Path) -> None:
     (folder / LOCK_FILE).unlink(missing_ok=True)
     if (handle := _held.pop(os.path.abspath(folder), None)) is not None:
         os.close(handle)
+
+
+@contextmanager
+def file_lock(file: Path) -> Iterator[bool]:
+    """Waits for a lock on a file and holds it in the block; not recorded as a run's, unlike `lock_folder`.
+
+    Yields:
+        whether it is held: False on a file system without locks.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    lock = FileLock(file)
+    try:
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        # filelock's own answer to ENOSYS is the second.
+        if isinstance(error, OSError) and error.errno not in WITHOUT_LOCKS:
+            raise
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
 
 
 def _lock(handle: int, folder: Path, key: str = "output_dir") -> None:

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-from filelock import FileLock
-
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.content_digests import content_digest
 from distiller.storage.file_modes import follow_umask
-from distiller.storage.folder_lock import WITHOUT_LOCKS
+from distiller.storage.folder_lock import file_lock
 from distiller.storage.stage_folders import StageFolders
 
 KEY_FILE = "key.json"
@@ -117,19 +115,11 @@ class Stage:
 
     @contextmanager
     def _lock(self) -> Iterator[None]:
-        lock = FileLock(self._parent / f".{self._folder_name}.lock")
-        try:
-            lock.acquire()
-        except OSError as error:
-            if error.errno not in WITHOUT_LOCKS:
-                raise
-            print(f"note: {self._parent} lies on a file system without locks: two runs may make the same stage at once")
+        with file_lock(self._parent / f".{self._folder_name}.lock") as is_held:
+            if not is_held:
+                where = f"{self._parent} lies on a file system without locks"
+                print(f"note: {where}: two runs may make the same stage at once")
             yield
-            return
-        try:
-            yield
-        finally:
-            lock.release()
 
     def wait_until_complete(self, poll_s: float = 0.1) -> None:
         """Polls until the result is complete and visible on this machine. UserError if a file of it is unreadable."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
 from tqdm import tqdm
 
 from distiller.errors import UserError
@@ -18,6 +17,7 @@ from distiller.storage.content_digests import (
     record_digest,
     stat_signature,
 )
+from distiller.storage.folder_lock import file_lock
 from distiller.storage.stages import digest_of
 
 _THREADS = 8
@@ -47,18 +47,12 @@ def contents_digest(files: Sequence[Path]) -> str:
 
 @contextmanager
 def _locked_where_possible(note: Path) -> Iterator[None]:
-    """Holds the record's lock, where the file system has locks and can be written."""
-    lock = FileLock(note.with_name(f"{note.name}.lock"))
-    try:
-        note.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except (OSError, NotImplementedError):
-        # The home folder cannot be written, or its file system has no locks.
-        pass
-    try:
+    """Holds the record's lock, where the file system has locks and can be written, as a home folder may not."""
+    with ExitStack() as held:
+        with suppress(OSError):
+            note.parent.mkdir(parents=True, exist_ok=True)
+            held.enter_context(file_lock(note.with_name(f"{note.name}.lock")))
         yield
-    finally:
-        lock.release()
 
 
 def _read(files: Sequence[Path]) -> str:
