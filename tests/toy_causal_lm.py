@@ -33,53 +33,33 @@ def make_tokenizer(words: tuple[str, ...] = WORDS) -> PreTrainedTokenizerFast:
     )
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+"""Of the toys below but GPT-2, whose config has other names."""
+
+
 def llama_config(**changes: Any) -> LlamaConfig:
     """Five layers, grouped heads, tied weights."""
-    values = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 5,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "tie_word_embeddings": True,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "initializer_range": 0.3,
-    }
-    return LlamaConfig(**(values | changes))
+    values = {"num_hidden_layers": 5, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    return LlamaConfig(**(SIZES | values | changes))
 
 
 def deepseek_config(**changes: Any) -> DeepseekV3Config:
     """Two layers or more, the first dense, the others of four experts."""
-    values = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "moe_intermediate_size": 16,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-        "q_lora_rank": None,
-        "kv_lora_rank": 16,
-        "qk_rope_head_dim": 8,
-        "qk_nope_head_dim": 8,
-        "v_head_dim": 8,
-        "max_position_embeddings": 64,
-        "bos_token_id": 1,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
-        "initializer_range": 0.3,
-    }
-    return DeepseekV3Config(**(values | changes))
+    layers = {"num_hidden_layers": 2, "first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    heads = {"num_key_value_heads": 4, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    values = layers | experts | heads | {"q_lora_rank": None, "kv_lora_rank": 16}
+    return DeepseekV3Config(**(SIZES | values | changes))
 
 
 def gpt2_config(**changes: Any) -> GPT2Config:
