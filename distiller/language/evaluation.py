@@ -17,7 +17,8 @@ from distiller.language.data.length_grouping import batches_by_length
 from distiller.language.data.packing import TextData
 from distiller.language.generation import HiddenOf
 from distiller.language.loss import divergence_values
-from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.chunked_loss import chunked_loss, default_chunk_tokens
+from distiller.language.loss.targets import HiddenTarget
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import Head
 

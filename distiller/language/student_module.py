@@ -9,7 +9,8 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
-from distiller.language.loss.chunked_loss import Target, chunked_loss
+from distiller.language.loss.chunked_loss import chunked_loss
+from distiller.language.loss.targets import Target
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.tasks.feature_capture import block_hidden, capture_outputs

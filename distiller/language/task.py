@@ -27,7 +27,7 @@ from distiller.language.data.source import EVALUATE_OTHERS, LanguageSource
 from distiller.language.evaluation import FrozenModel, compare
 from distiller.language.exporting import export_student, frozen_model, read_exported
 from distiller.language.generation import generate_greedily, teacher_hidden_states, write_texts
-from distiller.language.loss.chunked_loss import HiddenTarget, Target
+from distiller.language.loss.targets import HiddenTarget, Target
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.files import find_model
 from distiller.language.model.logits import Head, TokenIds

@@ -26,8 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.chunked_loss import chunked_loss, default_chunk_tokens
 from distiller.language.loss.divergences import DIVERGENCES
+from distiller.language.loss.targets import HiddenTarget
 from distiller.language.loss.token_losses import Objective
 from distiller.training.tracking import peak_flops
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from distiller.language.loss.chunked_loss import HiddenTarget, LogitsTarget, Target, TokenSums, chunked_loss
+from distiller.language.loss.chunked_loss import TokenSums, chunked_loss
 from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.divergences import (
     Divergence,
@@ -18,6 +18,7 @@ from distiller.language.loss.divergences import (
     SkewedKL,
     SkewedReverseKL,
 )
+from distiller.language.loss.targets import HiddenTarget, LogitsTarget, Target
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import LogitChange, TokenIds
 

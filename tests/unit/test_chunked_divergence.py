@@ -13,9 +13,10 @@ from distiller.errors import UserError
 from distiller.language.cache.forms import TokenForm, target_of
 from distiller.language.cache.sparse_records import SparseForm
 from distiller.language.loss import chunked_loss as chunked
-from distiller.language.loss.chunked_loss import HiddenTarget, LogitsTarget, chunked_loss, default_chunk_tokens
+from distiller.language.loss.chunked_loss import chunked_loss, default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.divergences import ForwardKL, JensenShannon, ReverseKL
+from distiller.language.loss.targets import HiddenTarget, LogitsTarget
 from distiller.language.loss.token_losses import Objective, token_losses
 from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds
 from tests.unit.test_divergences import KINDS, TEMPERATURES, outcomes, plain, top

@@ -9,7 +9,7 @@ import torch
 from distiller.config.causal_lm import SAMPLED_KINDS, DivergenceKind, DivergenceLoss
 from distiller.errors import UserError
 from distiller.language.loss import divergence_values
-from distiller.language.loss.chunked_loss import LogitsTarget, chunked_loss
+from distiller.language.loss.chunked_loss import chunked_loss
 from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.divergences import (
     DIVERGENCES,
@@ -20,6 +20,7 @@ from distiller.language.loss.divergences import (
     SkewedReverseKL,
     divergence_of,
 )
+from distiller.language.loss.targets import LogitsTarget
 from distiller.language.loss.token_losses import Objective
 from tests.toy_divergence import SquaredHellinger
 

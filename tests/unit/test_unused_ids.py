@@ -20,7 +20,8 @@ from distiller.commands.caching import make_cache
 from distiller.config.loading import parse
 from distiller.language.data.batch import IGNORED
 from distiller.language.exporting import frozen_model
-from distiller.language.loss.chunked_loss import HiddenTarget, chunked_loss
+from distiller.language.loss.chunked_loss import chunked_loss
+from distiller.language.loss.targets import HiddenTarget
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import PLAIN, TokenIds, product_width
 from tests import toy_causal_lm, toys

@@ -16,9 +16,10 @@ from distiller.language.cache.forms import StoredForm, stored_form, target_of
 from distiller.language.cache.sparse_records import SparseKind
 from distiller.language.data.batch import MaskedBatch
 from distiller.language.loss import divergence_values
-from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.loss.chunked_loss import default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
 from distiller.language.loss.divergences import Divergence
+from distiller.language.loss.targets import HiddenTarget, Target
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import Head, TokenIds
 from distiller.language.student_module import LanguageStudent, LossInputs

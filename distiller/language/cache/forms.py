@@ -14,8 +14,9 @@ from distiller.config.causal_lm import LanguageRecipe
 from distiller.data import rng
 from distiller.language.cache.sparse_records import Records, SparseForm, SparseKind
 from distiller.language.data.batch import MaskedBatch
-from distiller.language.loss.chunked_loss import HiddenTarget, Target, default_chunk_tokens
+from distiller.language.loss.chunked_loss import default_chunk_tokens
 from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.targets import HiddenTarget, Target
 from distiller.language.model.logits import Head, TokenIds
 from distiller.language.network import FEATURES, HIDDEN
 from distiller.teachers.base import Outputs

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distiller.language.loss.divergence_values import SparseTarget
+from distiller.language.loss.targets import HiddenTarget, Target, logits_of, teacher_rows
 from distiller.language.loss.token_losses import Objective, compiled_token_losses, token_losses
-from distiller.language.model.logits import PLAIN, Head, LogitChange, TokenIds, product_width
+from distiller.language.model.logits import PLAIN, LogitChange, TokenIds
 
 CHUNK_BYTES = 512 * 2**20
 """Size of a chunk's logits in float32. Eager operations hold several tensors of this size at a time. Compiled ones hold
@@ -24,37 +24,6 @@ few or none: both models' logits and the gradient then stay in the dtype of the 
 MAX_CHUNK_TOKENS = 4096
 FLOAT16_SCALE = 2.0**10
 """Factor of gradients while they are in float16: with a large vocabulary most of p - q is below float16's range."""
-
-
-class HiddenTarget(NamedTuple):
-    """The teacher as last hidden states and output layer; logits are made in the layer's dtype, without autocast."""
-
-    hidden: Tensor
-    """[N, H'], any floating dtype."""
-
-    weight: Tensor
-    """[V', H'], floating."""
-
-    bias: Tensor | None = None
-    """[V'], the weight's dtype."""
-
-    change: LogitChange = PLAIN
-    """The scale and cap that the teacher applies to the layer's logits."""
-
-    @staticmethod
-    def of(hidden: Tensor, head: Head) -> HiddenTarget:
-        """The target of hidden states [N, H'], with the teacher's output layer."""
-        return HiddenTarget(hidden, head.weight, head.bias, head.change)
-
-
-class LogitsTarget(NamedTuple):
-    """The teacher as logits, scaled and capped as the model itself returns them."""
-
-    logits: Tensor
-    """[N, V'], any floating dtype."""
-
-
-Target = HiddenTarget | LogitsTarget | SparseTarget
 
 
 class TokenSums(NamedTuple):
@@ -271,9 +240,9 @@ def _run_chunk(
     padded_rows = F.pad(rows, (0, height - num_rows))
     counts = torch.arange(height, device=rows.device) < num_rows
     chunk = hidden[rows].to(call.dtype)
-    logits = _logits(chunk, weight, bias, height)
+    logits = logits_of(chunk, weight, bias, height)
     num_shared = weight.shape[0] if call.num_ids is None else call.num_ids
-    teacher = _teacher_rows(call.target, rows, padded_rows, height, num_shared)
+    teacher = teacher_rows(call.target, rows, padded_rows, height, num_shared)
     teacher_change = call.target.change if isinstance(call.target, HiddenTarget) else PLAIN
     wants_gradient = any(gradient is not None for gradient in gradients)
     evaluate = compiled_token_losses() if call.compile else token_losses
@@ -294,38 +263,6 @@ def _run_chunk(
     if gradients.bias is not None:
         gradients.bias.add_(logit_gradient.sum(0, dtype=torch.float32))
     return sums
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, height: int) -> Tensor:
-    """hidden @ weight.t() + bias in the first rows of a tensor [height, V]; the other rows are uninitialised."""
-    logits = hidden.new_empty(height, weight.shape[0])
-    out = logits[: len(hidden)]
-    if bias is None:
-        torch.mm(hidden, weight.t(), out=out)
-    else:
-        torch.addmm(bias, hidden, weight.t(), out=out)
-    return logits
-
-
-def _teacher_rows(
-    target: Target, rows: Tensor, padded_rows: Tensor, height: int, num_shared: int
-) -> Tensor | SparseTarget:
-    """The teacher of one chunk, with `height` rows: logits, or a sparse target.
-
-    Logits are over the first `num_shared` ids, or over all where the teacher has fewer. An output layer gives some
-    further ids, as `product_width` says.
-
-    Args:
-        rows, padded_rows: indices of the chunk's tokens, without padding [n] and with padding [height]; int64.
-    """
-    if isinstance(target, SparseTarget):
-        return target.rows(padded_rows)
-    if isinstance(target, LogitsTarget):
-        return target.logits[padded_rows, :num_shared]
-    width = product_width(num_shared, len(target.weight))
-    weight = target.weight[:width]
-    bias = None if target.bias is None else target.bias[:width]
-    return _logits(target.hidden[rows].to(weight.dtype), weight, bias, height)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
