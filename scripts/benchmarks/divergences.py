@@ -6,8 +6,9 @@ From the last hidden states of student and teacher to the gradients by the stude
 random numbers. `plain` is what one writes first: both models' logits, their log-softmax in float32, autograd.
 Liger-Kernel's fused layer and Jensen-Shannon divergence joins where it is installed (beta 0 and 1 are the KLs).
 Memory is the peak above inputs and gradients, which every way needs. The limit is that of the four matrix products (two
-forward, two backward) at the GPU's dense peak. Times are means over the repeats, without a synchronisation between
-them, after two that are not counted.
+forward, two backward) at the GPU's dense peak. With `--ids`, the rows "padded" are the loss over the ids that stand for
+a token, as training has it where the output layer is wider than the tokenizer; the other rows take every id for one.
+Times are means over the repeats, without a synchronisation between them, after two that are not counted.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from distiller.language.loss.chunked_loss import chunked_loss, default_chunk_tok
 from distiller.language.loss.divergences import DIVERGENCES
 from distiller.language.loss.targets import HiddenTarget
 from distiller.language.loss.token_losses import Objective
+from distiller.language.model.logits import TokenIds
 from distiller.training.tracking import peak_flops
 
 GIB = 2**30
@@ -58,7 +60,7 @@ def make_inputs(options: argparse.Namespace, device: torch.device) -> Inputs:
 
     weights = [normal(options.vocabulary, 3 * options.hidden**-0.5) for _ in range(2)]
     hidden, teacher_hidden = normal(options.tokens, 1), normal(options.tokens, 1)
-    labels = torch.randint(options.vocabulary, (options.tokens,), generator=generator, device=device)
+    labels = torch.randint(options.ids or options.vocabulary, (options.tokens,), generator=generator, device=device)
     # On the CPU, as a loader leaves it: asking a GPU which tokens count would make the host wait.
     mask = torch.ones(options.tokens, dtype=torch.bool)
     return Inputs(hidden.requires_grad_(), weights[0].requires_grad_(), teacher_hidden, weights[1], labels, mask)
@@ -90,7 +92,9 @@ def plain(inputs: Inputs, kind: str, objective: Objective) -> Tensor:
     return loss
 
 
-def chunks(inputs: Inputs, objective: Objective, chunk_tokens: int, compile: bool) -> Tensor:
+def chunks(
+    inputs: Inputs, objective: Objective, chunk_tokens: int, compile: bool, ids: TokenIds | None = None
+) -> Tensor:
     """The sum over tokens, as this package computes it."""
     target = HiddenTarget(inputs.teacher_hidden, inputs.teacher_weight)
     return chunked_loss(
@@ -100,6 +104,7 @@ def chunks(inputs: Inputs, objective: Objective, chunk_tokens: int, compile: boo
         inputs.labels,
         inputs.mask,
         objective,
+        ids=ids,
         chunk_tokens=chunk_tokens,
         compile=compile,
     ).loss
@@ -164,6 +169,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--ids", type=int, help="ids that stand for a token; the vocabulary's others are padding")
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--dtype", choices=DTYPES, default="bf16")
     parser.add_argument("--chunk", type=int, help="tokens; default as training has it")
@@ -182,6 +188,12 @@ def main() -> None:
     ways["chunks"] = lambda: chunks(inputs, objective, chunk, compile=False)
     if options.compile:
         ways["chunks, compiled"] = lambda: chunks(inputs, objective, chunk, compile=True)
+    if options.ids:
+        # One id in the middle is absent too, as in tokenizers with reserved places.
+        ids = TokenIds(options.ids, (options.ids // 2,))
+        ways["chunks, padded"] = lambda: chunks(inputs, objective, chunk, compile=False, ids=ids)
+        if options.compile:
+            ways["chunks, padded, compiled"] = lambda: chunks(inputs, objective, chunk, compile=True, ids=ids)
     # Its cross-entropy is not the same work.
     if device.type == "cuda" and importlib.util.find_spec("liger_kernel") and options.weight == 1:
         ways["Liger-Kernel"] = lambda: liger(inputs, options.divergence, objective)
