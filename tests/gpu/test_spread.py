@@ -203,4 +203,4 @@ def test_int8_is_close_to_bfloat16_and_spread_as_whole(ran):
 def test_a_student_that_takes_everything_is_said(ran):
     for of_rank in ran:
         assert of_rank["refusal"].startswith("teacher.placement=balanced needs")
-        assert of_rank["refusal"].endswith("choose teacher.placement=cpu")
+        assert of_rank["refusal"].endswith("these fit, fastest first: cpu")

@@ -214,6 +214,8 @@ def test_activations_cross_each_boundary_once():
         {"": 0},
         {"": "cpu"},
         {"": "disk", "blocks.3": 2},
+        {"": 0, "blocks": 2},
+        {"": 0, "blocks": "cpu"},
         {"": 2, "embed": 1, "head": 0, "blocks.0": "cpu", "blocks.1": 0, "blocks.4.up": 1, "blocks.4.norm": "disk"},
         {f"blocks.{number}": number % 3 for number in range(NUM_BLOCKS)} | {"": 1, "head": 2},
     ],
@@ -243,6 +245,28 @@ def test_a_copy_goes_with_its_original():
     assert copy() is not None
     del original
     assert copy() is None
+
+
+class Listed(nn.Module):
+    """Its forward pass uses tensors out of a list, beside a block with a forward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.ParameterList([torch.zeros(2), torch.zeros(2)])
+        self.tables = nn.ModuleDict({"first": nn.ModuleList([nn.Linear(2, 2)])})
+
+
+def test_hooks_are_on_modules_that_run_and_lists_belong_to_what_contains_them():
+    module = Listed()
+    plan = ModulePlan("listed", module, lay_out(module, ()), None)
+    located = {
+        partition.path: (partition.names, partition.location)
+        for partition in partition_module(plan, {"": 0, "tables": 1}, lambda _: True)
+    }
+    weights = ("tables.first.0.weight", "tables.first.0.bias")
+    assert located == {"": (("own.0", "own.1"), 0), "tables.first.0": (weights, 1)}
+    with pytest.raises(UserError, match=r"the teacher uses its own tensors in one place; not own\.0 on 0, own\.1 on 1"):
+        partition_module(plan, {"": 0, "own.1": 1}, lambda _: True)
 
 
 def test_a_partition_knows_where_its_outputs_go():

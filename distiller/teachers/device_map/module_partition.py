@@ -57,6 +57,8 @@ def partition_module(
 ) -> list[ModulePartition]:
     """The largest submodules whose tensors have one location; the first is always the whole module.
 
+    Only modules with a forward pass are partitions, since hooks run around it: a `ModuleList` is split, and its own
+    tensors (those of a `ParameterList`) count for the module that contains it.
     Tensors that are not resident are onloaded when their partition runs, so a module that contains blocks is split
     unless all its tensors are resident. A block's output stays on its device, for the next block. The output of any
     other partition moves to where the surrounding module computes, which is the location of that module's own tensors.
@@ -76,11 +78,13 @@ def partition_module(
         assert None not in locations
         output_location = None if not path or path in block_names else parent_location
         holds_blocks = any(block.startswith(prefix) for block in block_names)
-        if len(set(locations)) == 1 and (is_resident(locations[0]) or not holds_blocks):
+        runs = not path or type(child).forward is not nn.Module.forward
+        if runs and len(set(locations)) == 1 and (is_resident(locations[0]) or not holds_blocks):
             yield ModulePartition(path, tuple(names), locations[0], output_location)
             return
         located = zip(names, locations, strict=True)
-        own = {name: location for name, location in located if "." not in name.removeprefix(prefix)}
+        owned = set(_own_names(child, prefix)) if runs else set[str]()
+        own = {name: location for name, location in located if name in owned}
         if len(set(own.values())) > 1:
             listed = ", ".join(f"{name} on {location}" for name, location in own.items())
             raise UserError(
@@ -93,6 +97,15 @@ def partition_module(
             yield from walk(prefix + name, grandchild, own_location)
 
     return list(walk("", plan.module, None))
+
+
+def _own_names(module: nn.Module, prefix: str) -> Iterator[str]:
+    """Names of the tensors that the module's own forward pass uses, also out of containers without a forward pass."""
+    for name in (*module._parameters, *module._buffers):
+        yield prefix + name
+    for name, child in module.named_children():
+        if type(child).forward is nn.Module.forward:
+            yield from _own_names(child, f"{prefix}{name}.")
 
 
 def resident_groups(
