@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from distiller.language.gguf.model import GgufModel, exact_dtype
 from distiller.language.gguf.rope import _llama3 as rope_of_llama3
 from distiller.language.gguf.tensors import has_own_output
 from distiller.language.gguf.tokenizer import apply_tokenizer_metadata
+from distiller.language.model.files import find_model
 from distiller.storage.packaged_files import find_model_file
 from tests.toy_language import byte_level
 
@@ -114,6 +116,13 @@ def test_config_and_tokenizer_are_there_before_any_weight(tmp_path):
     assert [path.stat().st_mtime_ns for path in sorted(again.description.iterdir())] == times
     changed = GgufModel(write_model(tmp_path, "BF16"), tmp_path / "stages")
     assert changed.description != model.description
+
+
+def test_an_older_transformers_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "distiller.language.gguf.model", None)
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(UserError, match=r"teacher\.path: .*: a GGUF file needs transformers 5\.18 or newer, and "):
+        find_model("teacher", str(tmp_path / "model.gguf"), None, None, tmp_path, False)
 
 
 def test_what_is_no_gguf_file_is_refused_in_one_line(tmp_path):

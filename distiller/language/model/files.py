@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
+import transformers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from distiller.errors import UserError
-from distiller.language.gguf.model import GgufModel
 from distiller.language.model.spec import ModelSpec
 from distiller.language.model.weight_conversion import check_stored, converted_files, headers_of, reads_directly
 from distiller.language.model.weight_tying import tied_as_stored
@@ -23,6 +23,9 @@ from distiller.storage.hub import check_listed, download, find_root, listed_file
 from distiller.storage.packaged_files import find_model_file
 from distiller.storage.saved_model import TRANSFORMERS_NAME, refuse_adapter, transformers_files
 from distiller.storage.stage_folders import StageFolders
+
+if TYPE_CHECKING:
+    from distiller.language.gguf.model import GgufModel
 
 DESCRIPTIONS = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """Patterns of the files that are downloaded from a repository before its weights."""
@@ -91,7 +94,7 @@ def find_model(
     """
     origin, local = f"{section}.path: {path}", find_model_file(path)
     if local.suffix == ".gguf":
-        gguf = GgufModel(local, stages_dir)
+        gguf = _open_gguf(local, stages_dir, origin)
         config = read_config(gguf.description / "config.json", origin, trusts_code)
         tokenizer = read_tokenizer(gguf.description, trusts_code)
         # Every process may convert: the first one does, and the others find the result. With a fixed converting process
@@ -169,3 +172,15 @@ def read_tokenizer(folder: Path, trusts_code: bool) -> Any:
         raise UserError(
             f"{folder}: its tokenizer cannot be read ({type(error).__name__}: {' '.join(str(error).split())})"
         ) from error
+
+
+def _open_gguf(file: Path, stages_dir: Path | StageFolders, origin: str) -> GgufModel:
+    # Imported here: this alone needs parts of transformers that change from release to release.
+    try:
+        from distiller.language.gguf.model import GgufModel
+    except ImportError as error:
+        raise UserError(
+            f"{origin}: a GGUF file needs transformers 5.18 or newer, and {transformers.__version__} is installed "
+            f"({error}); run pip install -U transformers, or give the model's folder of transformers"
+        ) from error
+    return GgufModel(file, stages_dir)
