@@ -1,14 +1,12 @@
 """Writes a cache: every rank asks the teacher for its own shards, and writes one while it computes the next."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import json
 import os
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -142,13 +140,13 @@ class CacheWriter:
                 written.result()
         ranks.barrier()
 
-    def _groups(self, groups: Collection[Sequence[SampleKey]]) -> Iterator[list[MicroBatch]]:
-        """For each group of keys, its micro-batches on the device."""
+    def _groups(self, groups: Iterable[list[SampleKey]]) -> Iterator[list[MicroBatch]]:
+        """For each group of keys, its micro-batches on the device. `groups` is iterated twice: give no iterator."""
         size, count = self._batching.batch_size, self._batching.micro_batches
         device = self._ranks.device
         loader: DataLoader[Any] = DataLoader(
             self._data,
-            batch_sampler=_MicroBatches(groups, size),  # type: ignore[arg-type]
+            batch_sampler=_MicroBatches(groups, size),
             collate_fn=LiveCollation(self._task),
             num_workers=self._batching.num_workers,
             pin_memory=device.type == "cuda",
@@ -182,9 +180,6 @@ class _Keys:
     def __init__(self, layout: Layout, shards: Sequence[int], step: int) -> None:
         self._layout, self._shards, self._step = layout, shards, step
 
-    def __len__(self) -> int:
-        return len(self._shards) * -(-self._layout.per_shard // self._step)
-
     def __iter__(self) -> Iterator[list[SampleKey]]:
         whole = -(-self._layout.per_shard // self._step) * self._step
         for shard in self._shards:
@@ -198,10 +193,10 @@ class _Keys:
 class _MicroBatches:
     """A loader's `batch_sampler`: splits each group of keys into micro-batches of `size`."""
 
-    def __init__(self, groups: Collection[Sequence[SampleKey]], size: int) -> None:
+    def __init__(self, groups: Iterable[list[SampleKey]], size: int) -> None:
         self._groups, self._size = groups, size
 
-    def __iter__(self) -> Iterator[Sequence[SampleKey]]:
+    def __iter__(self) -> Iterator[list[SampleKey]]:
         for keys in self._groups:
             for first in range(0, len(keys), self._size):
                 yield keys[first : first + self._size]

@@ -83,7 +83,7 @@ class Comparison:
 def compare(
     comparison: Comparison,
     embedded: PromptEmbeddings,
-    labels: Sequence[int] | None,
+    labels: np.ndarray | None,
     judge: Judge | None,
     dtype: torch.dtype,
     device: torch.device,
@@ -91,7 +91,7 @@ def compare(
     """Samples every prompt from teacher and student, from the same held-out noise, and compares the results.
 
     Args:
-        labels: the right label of each prompt, for the judge.
+        labels: the right label of each prompt [N], for the judge.
         dtype: the teacher's, for the report.
         device: of sampling and of the VAE.
 

@@ -1,11 +1,9 @@
 """Notices about texts that a pipeline's tokenizers truncate."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from distiller.config.diffusion import DiffusionOptions
 from distiller.diffusion.family import Family
@@ -52,9 +50,10 @@ def _may_be(family: Family, task: DiffusionOptions, length: int) -> bool:
     return True
 
 
-def _lost_tokens(family: Family, tokenizer: object, kept: int, texts: Sequence[str]) -> Counter[str]:
+def _lost_tokens(
+    family: Family, tokenizer: Callable[..., Mapping[str, list[list[int]]]], kept: int, texts: Sequence[str]
+) -> Counter[str]:
     """The number of tokens that each text loses; texts that lose none have no entry."""
-    assert callable(tokenizer)
     unique, lost = list(dict.fromkeys(texts)), Counter[str]()
     for first in range(0, len(unique), BATCH_TEXTS):
         batch = unique[first : first + BATCH_TEXTS]

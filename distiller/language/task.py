@@ -1,7 +1,5 @@
 """Task `causal_lm`: a language model distilled into a smaller one, token by token."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -1,13 +1,12 @@
 """The older trainer's command line. Importing this module does not import torch."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import argparse
 import difflib
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import final
 
 from distiller.errors import UserError
@@ -68,24 +67,24 @@ def read_flags(arguments: Sequence[str]) -> Flags:
 def make_parser() -> argparse.ArgumentParser:
     """The older flags, with two that are new here: --image_size and --resume."""
     parser = _Parser(prog=PROGRAM, description="The older trainer's flags, turned into a recipe and trained.")
-    add, switch = parser.add_argument, {"action": "store_true"}
+    add, switch = parser.add_argument, partial(parser.add_argument, action="store_true")
     add("--teacher_path", type=_location, required=True, help="a diffusers WanPipeline: folder, hub id or asset:NAME")
     add("--student_config", type=_location, required=True, help="an older config, or a WanTransformer3DModel's")
     add("--data_path", type=_location, required=True, help="prompts, one a line")
     add("--output_dir", type=_location, default=OUTPUT_DIR, help="the run's folder (default %(default)s)")
-    add("--resume", **switch, help="continue the run of --output_dir")
+    switch("--resume", help="continue the run of --output_dir")
     add("--image_size", type=_count, metavar="PIXELS", help="height and width (default: the older config's)")
 
     add("--teacher_device_strategy", choices=[*STRATEGIES], help="where the teacher lives; gpu0 = whole on rank 0")
-    add("--teacher_on_cpu", **switch, help="as --teacher_device_strategy cpu")
-    add("--share_teacher", **switch, help="one copy in host memory for all ranks: as --teacher_on_cpu")
-    add("--balance_teacher", "--balanced_teacher", **switch, dest="balanced_teacher", help="spread over the GPUs")
+    switch("--teacher_on_cpu", help="as --teacher_device_strategy cpu")
+    switch("--share_teacher", help="one copy in host memory for all ranks: as --teacher_on_cpu")
+    switch("--balance_teacher", "--balanced_teacher", dest="balanced_teacher", help="spread over the GPUs")
     add("--teacher_rank", type=_number, metavar="R", help="whole on rank R, which answers for all")
     add("--teacher_dtype", type=_dtype, default="float32", help="float32 (default), float16, bfloat16 or auto")
 
-    add("--distributed", **switch, help="says that a launcher started several processes")
+    switch("--distributed", help="says that a launcher started several processes")
     add("--local_rank", "--local-rank", type=int, help="what older launchers pass to each process")
-    add("--multi_gpu", **switch, help="needs a launcher; without one, says the command")
+    switch("--multi_gpu", help="needs a launcher; without one, says the command")
 
     add("--batch_size", type=_count, default=BATCH_SIZE, help="of each process (default %(default)s)")
     add("--lr", type=_rate, help=f"learning rate (default {LEARNING_RATE:g})")
@@ -93,10 +92,10 @@ def make_parser() -> argparse.ArgumentParser:
     add("--num_epochs", type=_count, help=f"passes over the prompts (default {NUM_EPOCHS})")
     add("--num_steps", type=_count, help="updates; wins over --num_epochs")
     add("--num_workers", type=_number, default=0, help="loader processes a rank (default %(default)s)")
-    add("--gradient_checkpointing", **switch, help="of the student")
+    switch("--gradient_checkpointing", help="of the student")
     add("--mixed_precision", type=_precision, nargs="?", const=True, help="no, bf16 or fp16; alone: fp16")
 
-    add("--save_samples", **switch, help="samples.png is drawn at the end in any case")
+    switch("--save_samples", help="samples.png is drawn at the end in any case")
     add("--sample_prompts", nargs="+", metavar="PROMPT", help="of samples.png (default: the data's first)")
     add("--sample_interval", type=_count, metavar="N", help="none here: samples are drawn once, at the end")
     add("--sample_dir", type=_location, metavar="DIR", help="samples.png is copied there")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +31,7 @@ def prediction_grid(
     pictures: Sequence[Picture],
     names: Sequence[str],
     truths: Sequence[int | None],
-    predictions: dict[str, Sequence[int]],
+    predictions: Mapping[str, Sequence[int]],
 ) -> Image.Image:
     """A grid of pictures, each with its true class, where it is known, and the classes that the networks predict.
 

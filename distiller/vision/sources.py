@@ -1,7 +1,5 @@
 """Sources of pictures: a folder for each class, a saved data set, or a packaged data set."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import os
@@ -104,6 +102,7 @@ class DatasetPictures(Pictures):
             import datasets
         except ImportError as error:
             raise UserError("data.kind=datasets needs datasets; pip install 'distiller[datasets]'") from error
+        assert data.path is not None, "ClassificationData requires it"
         try:
             loaded: Any = datasets.load_from_disk(data.path)
         except Exception as error:

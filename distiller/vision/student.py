@@ -13,7 +13,7 @@ import torch
 from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig
 
 from distiller.config.classification import ClassificationStudent
 from distiller.data import rng
@@ -206,7 +206,7 @@ class DistilledClassifier(TrainedStudent):
     """The student model and, for feature matching, projections into the teacher's widths."""
 
     def __init__(
-        self, model: PreTrainedModel, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
+        self, model: nn.Module, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]], seed: int
     ) -> None:
         """`blocks`: name and output shape of each matched block, and the output shape of the teacher's block.
 

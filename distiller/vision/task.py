@@ -1,7 +1,5 @@
 """Task `classification`: an image classifier distilled into a smaller one."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

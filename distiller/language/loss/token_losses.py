@@ -1,7 +1,5 @@
 """The objective of the loss, and the losses and logit gradients of a chunk of tokens from the chunk's logits."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import functools
@@ -96,25 +94,17 @@ def token_losses(
     if isinstance(teacher, SparseTarget):
         shared = changed if teacher.vocabulary is None else changed[:, : teacher.vocabulary]
         likeliest = teacher.ids.gather(1, teacher.weights.argmax(1, keepdim=True)).squeeze(1)
-        compare, compare_with_gradient = (
-            sparse_divergence,
-            sparse_divergence_and_gradient,
-        )
     else:
         teacher = teacher[:, : student.shape[1] if num_ids is None else num_ids]
         teacher = without_absent(teacher_change.apply(teacher), absent)
         shared = changed[:, : teacher.shape[1]]
         likeliest = teacher.argmax(1)
-        compare, compare_with_gradient = (
-            dense_divergence,
-            dense_divergence_and_gradient,
-        )
     shared = without_absent(shared, absent)
     if wants_gradient and weight > 0:
-        divergence, gradient = compare_with_gradient(objective.divergence, shared, teacher, temperature)
+        divergence, gradient = _divergence_and_gradient(objective.divergence, shared, teacher, temperature)
         gradient = _widened(weight * gradient, student)
     else:
-        divergence = compare(objective.divergence, shared, teacher, temperature)
+        divergence = _divergence(objective.divergence, shared, teacher, temperature)
     token_logits = changed if num_ids is None else shared
     # gather reads the given logits, and the change is applied to its result: if gather read the changed logits,
     # torch.compile would write all of them to memory.
@@ -136,6 +126,22 @@ def token_losses(
     if not student_change.is_plain:
         gradient = gradient * student_change.slope(changed)
     return sums, (gradient_scale * gradient).to(student.dtype)
+
+
+def _divergence(divergence: Divergence, student: Tensor, teacher: Tensor | SparseTarget, temperature: float) -> Tensor:
+    """The divergence of each token [C] from a dense or a sparse target."""
+    if isinstance(teacher, SparseTarget):
+        return sparse_divergence(divergence, student, teacher, temperature)
+    return dense_divergence(divergence, student, teacher, temperature)
+
+
+def _divergence_and_gradient(
+    divergence: Divergence, student: Tensor, teacher: Tensor | SparseTarget, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """`_divergence` [C], and its gradient by the logits `student`."""
+    if isinstance(teacher, SparseTarget):
+        return sparse_divergence_and_gradient(divergence, student, teacher, temperature)
+    return dense_divergence_and_gradient(divergence, student, teacher, temperature)
 
 
 def _unused(

@@ -1,7 +1,5 @@
 """Finds a causal language model on disk or on a hub: first its config and tokenizer, then its weight files."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import json
@@ -51,7 +49,7 @@ class LanguageFiles:
     spec: ModelSpec
     tokenizer: Any
     fetch: Callable[[], Path]
-    stages_dir: Path
+    stages_dir: Path | StageFolders
 
     def weight_files(self) -> list[Path]:
         """Complete safetensors files with all tensors of the module: the model's own files, or converted ones.

@@ -5,8 +5,6 @@ mixture are separate tensors in the files and one tensor in the model. The libra
 what it does with a tensor.
 """
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import re
@@ -29,7 +27,7 @@ class TensorNames:
         self._converters = [entry for entry in found if isinstance(entry, WeightConverter)]
         # The same patterns as in `PreTrainedModel._adjust_missing_and_unexpected_keys`.
         buffers = [name for name, _ in model.named_buffers()]
-        ignored = list(model._keys_to_ignore_on_load_unexpected or ())
+        ignored: list[str] = list(model._keys_to_ignore_on_load_unexpected or ())
         if any(name.endswith("rotary_emb.inv_freq") for name in buffers):
             ignored.append(r"rotary_emb\.inv_freq")
         if any(name.endswith("position_ids") for name in buffers):

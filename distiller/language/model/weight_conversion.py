@@ -21,6 +21,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from distiller.errors import UserError
 from distiller.language.model.spec import ModelSpec
 from distiller.storage.saved_model import transformers_files
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.stages import Stage, digest_files
 from distiller.storage.weight_files import StoredTensor, read_header
 
@@ -78,7 +79,9 @@ def check_stored(spec: ModelSpec, folder: Path, stored: Mapping[str, StoredTenso
         )
 
 
-def converted_files(spec: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path, origin: str) -> list[Path]:
+def converted_files(
+    spec: ModelSpec, folder: Path, files: Sequence[Path], stages_dir: Path | StageFolders, origin: str
+) -> list[Path]:
     """Safetensors files with the module's tensors, which are converted once into a keyed folder.
 
     Does not communicate: of several processes, one converts and the others wait for its file lock. The converting

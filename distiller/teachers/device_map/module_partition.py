@@ -1,7 +1,5 @@
 """Splits a module into partitions by a device map, and its units into groups of tensors by location."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import copy
@@ -74,8 +72,7 @@ def partition_module(
         names = [name for name in saved if name.startswith(prefix)]
         if not names:
             return
-        locations = [location_of(name, device_map) for name in names]
-        assert None not in locations
+        locations = [_location(name, device_map) for name in names]
         output_location = None if not path or path in block_names else parent_location
         holds_blocks = any(block.startswith(prefix) for block in block_names)
         runs = not path or type(child).forward is not nn.Module.forward
@@ -151,9 +148,11 @@ def separate_shared_names(plan: ModulePlan) -> None:
         for name in in_blocks if len(entry.names) > 1 else ():
             owner, _, attribute = name.rpartition(".")
             holder = module.get_submodule(owner)
-            table = holder._parameters if entry.is_parameter else holder._buffers
             empty = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            table[attribute] = nn.Parameter(empty, requires_grad=False) if entry.is_parameter else empty
+            if entry.is_parameter:
+                holder._parameters[attribute] = nn.Parameter(empty, requires_grad=False)
+            else:
+                holder._buffers[attribute] = empty
 
 
 def _blocks(plan: ModulePlan) -> list[str]:

@@ -1,7 +1,5 @@
 """Base of `balanced`, `sequential` and `custom`: one copy of the teacher a node, spread over GPUs by a device map."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 from abc import abstractmethod
@@ -209,8 +207,9 @@ class DeviceMapTeacher(Teacher):
         return isinstance(location, int) or (location == "cpu" and self._device.type == "cpu")
 
     def _device_of(self, location: Location) -> torch.device:
-        on_gpu = isinstance(location, int) and self._device.type == "cuda"
-        return torch.device("cuda", location) if on_gpu else self._device
+        if isinstance(location, int) and self._device.type == "cuda":
+            return torch.device("cuda", location)
+        return self._device
 
     def _counts(self, gpu: int) -> bool:
         """Whether this rank reports a GPU's memory: the first rank that trains on it does, or the node's first rank."""

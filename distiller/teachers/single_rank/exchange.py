@@ -4,11 +4,9 @@ The default process group sends tensors from device to device: one tensor for ea
 output, however many calls there are. Names, dtypes and shapes are gathered between hosts, over gloo.
 """
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -167,7 +165,7 @@ def _batch(kind: CallKind, calls: Sequence[Call]) -> dict[str, Tensor]:
     return {rows.name: torch.cat([call.inputs[rows.name] for call in calls]).contiguous() for rows in kind.inputs}
 
 
-def _num_rows(tensors: Outputs) -> int:
+def _num_rows(tensors: Mapping[str, Tensor]) -> int:
     return len(next(iter(tensors.values())))
 
 

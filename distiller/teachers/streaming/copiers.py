@@ -1,7 +1,5 @@
 """Copiers that fill the buffer pool with blocks: from host memory, by shares that ranks gather, or from files."""
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportAttributeAccessIssue=false
 from __future__ import annotations
 
 from collections import deque
@@ -62,11 +60,13 @@ class GatherCopier(Copier):
         self._rank, self._num_ranks = dist.get_rank(group), dist.get_world_size(group)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._thread = ThreadPoolExecutor(1) if device.type == "cpu" else None
-        self._work: dict[int, dist.Work | Future[dist.Work | None]] = {}
+        # By the buffer's id; the first on the CPU alone, the second on a GPU alone.
+        self._gathered: dict[int, Future[dist.Work | None]] = {}
+        self._work: dict[int, dist.Work] = {}
 
     def start(self, buffer: BlockBuffer) -> None:
         if self._thread is not None:
-            self._work[id(buffer)] = self._thread.submit(self._gather, buffer, buffer.unit)
+            self._gathered[id(buffer)] = self._thread.submit(self._gather, buffer, buffer.unit)
             return
         assert self._stream is not None and buffer.last_use is not None
         with torch.cuda.stream(self._stream):
@@ -79,11 +79,10 @@ class GatherCopier(Copier):
         self._work[id(buffer)] = work
 
     def wait(self, buffer: BlockBuffer) -> None:
-        work = self._work.pop(id(buffer))
-        if isinstance(work, Future):
-            work.result()
+        if self._thread is not None:
+            self._gathered.pop(id(buffer)).result()
         else:
-            work.wait()
+            self._work.pop(id(buffer)).wait()
 
     def close(self) -> None:
         if self._thread is not None:

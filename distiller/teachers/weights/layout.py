@@ -3,8 +3,6 @@
 A unit is copied as a whole. All placements that copy, share or read weights use the same units.
 """
 
-# Types here are wider than what is passed on; to be narrowed in the code.
-# pyright: reportArgumentType=false
 from __future__ import annotations
 
 import math
@@ -137,23 +135,23 @@ class Binding:
 
     def __init__(self, module: nn.Module, unit: Unit, buffer: Tensor | None = None) -> None:
         """Prepares views into `buffer` (uint8, 1-D, any device). None: the (meta) tensors that the module has now."""
-        self._targets: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._parameters: list[tuple[dict[str, nn.Parameter | None], str, nn.Parameter]] = []
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         for entry in unit.entries:
-            if buffer is None:
-                value = _get(module, entry.names[0])
+            tensor = _get(module, entry.names[0]) if buffer is None else entry.view(buffer)
+            holders = [_holder(module, name) for name in entry.names]
+            if entry.is_parameter:
+                value = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+                self._parameters += [(holder._parameters, attribute, value) for holder, attribute in holders]
             else:
-                view = entry.view(buffer)
-                value = nn.Parameter(view, requires_grad=False) if entry.is_parameter else view
-            for name in entry.names:
-                owner, _, attribute = name.rpartition(".")
-                holder = module.get_submodule(owner)
-                table = holder._parameters if entry.is_parameter else holder._buffers
-                self._targets.append((table, attribute, value))
+                self._buffers += [(holder._buffers, attribute, tensor) for holder, attribute in holders]
 
     def bind(self) -> None:
         """Sets these tensors in the module."""
-        for table, attribute, value in self._targets:
-            table[attribute] = value
+        for parameters, attribute, parameter in self._parameters:
+            parameters[attribute] = parameter
+        for buffers, attribute, buffer in self._buffers:
+            buffers[attribute] = buffer
 
 
 def bind(module: nn.Module, unit: Unit, buffer: Tensor) -> None:
@@ -186,5 +184,11 @@ def _owner(name: str, block_names: Sequence[str]) -> str:
 
 
 def _get(module: nn.Module, name: str) -> Tensor:
+    holder, attribute = _holder(module, name)
+    return getattr(holder, attribute)
+
+
+def _holder(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The submodule that holds the tensor of this name, and the tensor's name in it."""
     owner, _, attribute = name.rpartition(".")
-    return getattr(module.get_submodule(owner), attribute)
+    return module.get_submodule(owner), attribute
