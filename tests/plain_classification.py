@@ -197,21 +197,25 @@ class Plain(nn.Module):
         ours, our_blocks = run(self.model, inputs, tuple(a for a, _ in self.pairs))
         with torch.no_grad():
             theirs, their_blocks = run(self.teacher[0], inputs, tuple(b for _, b in self.pairs))
-        alpha, temperature = losses.distillation.alpha, losses.distillation.temperature
-        log_p, log_q = ((logits.double() / temperature).log_softmax(-1) for logits in (theirs, ours))
-        terms = {"labels": F.cross_entropy(ours, labels, reduction="sum")}
-        total = (1 - alpha) * terms["labels"]
-        if alpha:
-            terms["distillation"] = temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
-            total = total + alpha * terms["distillation"]
+        weighted = logit_terms(losses, ours, theirs, labels)
         if self.pairs:
             matched = [
                 (project(mine) - other).square().flatten(1).mean(1).sum()
                 for project, mine, other in zip(self.projections, our_blocks, their_blocks, strict=True)
             ]
-            terms["features"] = sum(matched) / len(matched)
-            total = total + losses.features.weight * terms["features"]
-        return LossOf(total, len(keys), {name: float(term.detach()) for name, term in terms.items()})
+            weighted["features"] = losses.features.weight, sum(matched) / len(matched)
+        total = sum(weight * term for weight, term in weighted.values())
+        return LossOf(total, len(keys), {name: float(term.detach()) for name, (_, term) in weighted.items()})
+
+
+def logit_terms(losses: Any, ours: Tensor, theirs: Tensor, labels: Tensor) -> dict[str, tuple[float, Any]]:
+    """Name -> weight and sum over the pictures, of the terms that compare logits [B, classes]."""
+    alpha, temperature = losses.distillation.alpha, losses.distillation.temperature
+    log_p, log_q = ((logits.double() / temperature).log_softmax(-1) for logits in (theirs, ours))
+    terms = {"labels": (1 - alpha, F.cross_entropy(ours, labels, reduction="sum"))}
+    if alpha:
+        terms["distillation"] = alpha, temperature**2 * (log_p.exp() * (log_p - log_q)).sum()
+    return terms
 
 
 def train_plainly(recipe: Any, teacher: Any = None) -> tuple[Trained, dict[str, Tensor]]:

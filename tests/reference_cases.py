@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PhiConfig
 
 from distiller.config.causal_lm import LanguageRecipe
 from distiller.config.classification import ClassificationRecipe
-from distiller.config.loading import parse
+from distiller.config.loading import RECIPES, parse
 from tests import classifiers, toy_causal_lm
 from tests.beside_plain import merged, nested
 
@@ -157,5 +157,5 @@ def classification_recipe(folder: Path, place: Path, changes: dict[str, Any]) ->
     if data["teacher"].get("placement") == "cached":
         data["teacher"]["cache"] = str(place / "outputs")
     recipe = parse(data)
-    assert isinstance(recipe, ClassificationRecipe)
+    assert isinstance(recipe, RECIPES["classification"])
     return recipe

@@ -184,6 +184,14 @@ def squared_error(ours: Tensor, theirs: Tensor) -> Tensor:
     return ((ours.float() - theirs.float()) ** 2).flatten(1).mean(1)
 
 
+def distance(error: Tensor, options: Options) -> Tensor:
+    """The prediction loss of each element, from its absolute error."""
+    if options["kind"] == "huber":
+        delta = options["huber_delta"]
+        return torch.where(error <= delta, error**2 / 2, delta * (error - delta / 2))
+    return error**2
+
+
 def build_student(pipeline: Any, options: Options) -> tuple[Any, nn.ModuleList]:
     """The student of a config or a folder, and a projection for each pair of matched blocks."""
     part = "unet" if kind_of(pipeline) == "sd" else "transformer"
@@ -255,10 +263,7 @@ def run(options: Options) -> Result:
             ours = [project(one) for project, one in zip(projections, ours, strict=True)]
         terms: dict[str, Tensor] = {}
         if losses["prediction"]["weight"]:
-            error, delta = (prediction.float() - target.float()).abs(), losses["prediction"]["huber_delta"]
-            value = error**2
-            if losses["prediction"]["kind"] == "huber":
-                value = torch.where(error <= delta, error**2 / 2, delta * (error - delta / 2))
+            value = distance((prediction.float() - target.float()).abs(), losses["prediction"])
             weights = torch.tensor([loss_weight(task["timesteps"]["weighting"], one.sigma) for one in samples])
             terms["prediction"] = (weights * value.flatten(1).mean(1)).mean()
         if ours:

@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self, final
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, final
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
+from distiller.config.classification_losses import LOSSES
 from distiller.config.recipe import Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 
-Share = Annotated[Float, Field(ge=0, le=1)]
 Augmentation = Literal["none", "crop", "crop-flip"]
 
 
-@final
-class DistillationLoss(Section):
-    """alpha x T^2 x KL(teacher || student at temperature T) + (1 - alpha) x cross-entropy with the labels."""
+def _make_losses() -> type[Section]:
+    """The section with one section for each loss in the registry."""
+    fields: dict[str, Any] = {name: (spec.options, spec.options()) for name, spec in LOSSES.items()}
+    doc = "The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."
+    return create_model("ClassificationLosses", __base__=Section, __doc__=doc, **fields)
 
-    alpha: Share = Field(default=0.5, description="share of the teacher; 0 = labels alone, 1 = teacher alone")
-    temperature: PositiveFloat = Field(default=4.0, description="T, of both softmaxes in the divergence")
 
+if TYPE_CHECKING:
 
-@final
-class ClassificationLosses(Section):
-    """The weighted terms of the loss; each is a mean over the samples of the whole update, in float32."""
+    class ClassificationLosses(Section):
+        """What every reader may use; a loss reads its own section."""
 
-    distillation: DistillationLoss = DistillationLoss()
-    features: FeatureLoss = FeatureLoss()
+        features: FeatureLoss = FeatureLoss()
+
+else:
+    ClassificationLosses = _make_losses()
 
 
 @final

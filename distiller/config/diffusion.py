@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeVar, final
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, final
 
 from pydantic import Field, model_validator
 
+from distiller.config.prediction_distances import DISTANCES
 from distiller.config.recipe import Data, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, Positive, PositiveFloat, Section, Switch, Weight
 from distiller.errors import shown
 
+if TYPE_CHECKING:
+    DistanceName = str
+else:
+    DistanceName = Literal[tuple(DISTANCES)]
 ValueT = TypeVar("ValueT")
 
 
@@ -24,7 +29,9 @@ class PredictionLoss(Section):
     """Distance between the student's and the teacher's prediction: the flow's velocity, the noise, or v."""
 
     weight: Weight = Field(default=1.0, description="of this term in the sum")
-    kind: Literal["mse", "huber"] = Field(default="mse", description="squared error, or linear beyond huber_delta")
+    kind: DistanceName = Field(
+        default="mse", description=", or ".join(distance.description for distance in DISTANCES.values())
+    )
     huber_delta: PositiveFloat = Field(
         default=1.0, description="where the Huber loss turns linear, in units of the prediction"
     )

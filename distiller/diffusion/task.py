@@ -27,7 +27,7 @@ from distiller.diffusion.judges import check_judge, find_judge
 from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
-from distiller.diffusion.objective import DISTANCES
+from distiller.diffusion.objective import distance_of
 from distiller.diffusion.samples import draw_student, draw_teacher, load_student, write_grid
 from distiller.diffusion.sampling import guide
 from distiller.diffusion.sampling_inputs import SamplingInputs
@@ -81,7 +81,8 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
         self.num_samples = self._source.num_samples
         self.data_digest = self._source.data_digest
-        features = self._task.losses.features
+        losses = self._task.losses
+        self._distance, features = distance_of(losses.prediction), losses.features
         self._feature_names = tuple(f"{FEATURES}{block}" for block in features.teacher_blocks if features.weight)
 
     @property
@@ -189,7 +190,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         total = 0.0 * prediction.float().sum()
         if losses.prediction.weight:
             target = self._target(teacher_outputs, batch)
-            per_sample = DISTANCES[losses.prediction.kind](prediction, target, losses.prediction)
+            per_sample = self._distance(prediction, target, losses.prediction)
             terms["prediction"] = (per_sample * batch.weights).sum()
             total = total + losses.prediction.weight * terms["prediction"]
         if losses.features.weight:

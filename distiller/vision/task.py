@@ -18,7 +18,6 @@ from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
-from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -26,8 +25,8 @@ from distiller.teachers.factory import open_alone
 from distiller.vision.converted import converted_files
 from distiller.vision.evaluation import ask_teacher, compare
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
-from distiller.vision.network import FEATURES, LOGITS, ClassifierNetwork
-from distiller.vision.objective import cross_entropy, tempered_divergence
+from distiller.vision.network import LOGITS, ClassifierNetwork
+from distiller.vision.objective import Compared, Objective
 from distiller.vision.prediction_grid import classes_of, prediction_grid, read_prompts
 from distiller.vision.samples import PictureBatch, PictureData, collate
 from distiller.vision.source import PictureSource
@@ -73,12 +72,11 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
             self._files.config, self._files.structure, self._files.source, self._weight_files
         )
         self.num_samples, self.data_digest = len(self._source.training), self._source.data_digest
-        features = self._losses.features
-        self._feature_names = tuple(f"{FEATURES}{index}" for index in features.teacher_blocks if features.weight)
+        self._objective = Objective(self._losses)
 
     @property
     def needs_live_teacher(self) -> bool:
-        return self._losses.distillation.alpha > 0 or self._losses.features.weight > 0
+        return bool(self._objective.wanted)
 
     def with_defaults(self, recipe: ClassificationRecipe) -> ClassificationRecipe:
         return recipe
@@ -148,7 +146,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
 
     @property
     def wanted(self) -> tuple[str, ...]:
-        return (LOGITS, *self._feature_names)
+        return tuple(dict.fromkeys((LOGITS, *self._objective.wanted)))
 
     def data_settings(self) -> dict[str, Any]:
         return {}
@@ -188,19 +186,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         self, student_outputs: tuple[Tensor, list[Tensor]], teacher_outputs: Outputs | None, batch: PictureBatch
     ) -> LossSum:
         logits, features = student_outputs
-        losses, terms = self._losses, {}
-        alpha, temperature = losses.distillation.alpha, losses.distillation.temperature
-        terms["labels"] = cross_entropy(logits, batch.labels).sum()
-        total = (1 - alpha) * terms["labels"]
-        if alpha:
-            assert teacher_outputs is not None
-            terms["distillation"] = tempered_divergence(logits, teacher_outputs[LOGITS], temperature).sum()
-            total = total + alpha * terms["distillation"]
-        if losses.features.weight:
-            assert teacher_outputs is not None
-            terms["features"] = feature_loss(features, teacher_outputs, self._feature_names)
-            total = total + losses.features.weight * terms["features"]
-        return LossSum(total, {name: term.detach() for name, term in terms.items()})
+        return self._objective.loss(Compared(logits, features, batch.labels, teacher_outputs or {}))
 
     def export(self, state: Mapping[str, Tensor], folder: Path) -> None:
         save_student(self._plan, state, self._processor, folder)

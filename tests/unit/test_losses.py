@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from distiller.config.diffusion import PredictionLoss
-from distiller.diffusion.objective import DISTANCES
+from distiller.config.prediction_distances import DISTANCES
+from distiller.diffusion.objective import distance_of
 from distiller.tasks.losses import huber, mean_squared_error
 
 
@@ -36,8 +37,8 @@ def test_16_bit_inputs_do_not_overflow():
 def test_every_kind_of_prediction_loss_has_its_distance():
     assert get_args(PredictionLoss.model_fields["kind"].annotation) == tuple(DISTANCES)
     student, target = torch.zeros(1, 4), torch.full((1, 4), 2.0)
-    options = PredictionLoss(kind="huber", huber_delta=0.5)
-    assert {name: distance(student, target, options).item() for name, distance in DISTANCES.items()} == {
+    options = [PredictionLoss(kind=name, huber_delta=0.5) for name in DISTANCES]
+    assert {one.kind: distance_of(one)(student, target, one).item() for one in options} == {
         "mse": 4.0,
         "huber": 0.5 * (2 - 0.25),
     }
