@@ -5,16 +5,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from distiller.config.causal_lm import LanguageStudent
 from distiller.data import rng
@@ -162,23 +159,6 @@ class StudentModel:
                     target.copy_(_leading(stored_weight, target))
         finally:
             files.close()
-
-
-def enable_checkpointing(model: Any) -> None:
-    """Makes the model's blocks recompute their activations in the backward pass (`torch.utils.checkpoint`).
-
-    Sets the attributes of each block, since the model's own method differs between versions of transformers. Raises
-    UserError for a model whose blocks cannot recompute.
-    """
-    blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    if not blocks:
-        raise UserError(
-            f"train.gradient_checkpointing is true and the blocks of {type(model).__name__} cannot recompute their "
-            "activations; set it to false"
-        )
-    for block in blocks:
-        block.gradient_checkpointing = True
-        block._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
 def cut_config(options: LanguageStudent, teacher: LanguageFiles) -> Any:

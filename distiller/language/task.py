@@ -32,9 +32,10 @@ from distiller.language.model.logits import Head, TokenIds
 from distiller.language.model.vocabulary import own_tokenizer, vocabulary_notices
 from distiller.language.network import FEATURES, HIDDEN, LanguageNetwork
 from distiller.language.prompts import Prompts
-from distiller.language.student import StudentModel, enable_checkpointing
+from distiller.language.student import StudentModel
 from distiller.language.student_module import LanguageStudent, LossInputs, LossTerms
 from distiller.storage.stages import Stage
+from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent

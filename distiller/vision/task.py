@@ -17,6 +17,7 @@ from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.storage.stages import Stage
+from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
@@ -125,7 +126,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         return self._with_projections(build_model(self._plan, self._files, files, self._recipe.seed))
 
     def enable_gradient_checkpointing(self, trained: TrainedStudent) -> None:
-        trained.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable_checkpointing(trained.model)
 
     def collate(self, samples: Sequence[Any]) -> PictureBatch:
         return collate(samples)
