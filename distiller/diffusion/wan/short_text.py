@@ -14,7 +14,9 @@ Shape suffixes: B batch, L rows of text, D width of the text encoder.
 
 import math
 import threading
-from typing import cast
+from collections.abc import Callable
+from types import MethodType
+from typing import Any, cast
 
 import torch
 from diffusers import WanTransformer3DModel
@@ -31,9 +33,10 @@ NUM_KEPT_ROWS = 2
 def install_short_text(transformer: WanTransformer3DModel, padded_length: int = PIPELINE_TEXT_LENGTH) -> None:
     """Makes ``transformer`` treat text embeddings of any length as if zero rows padded them to ``padded_length``.
 
-    Replaces the processors of the cross-attentions and adds one forward pre-hook. Weights, state dict and config do not
-    change. Deep copies of the transformer include the change. Call this before the transformer is wrapped
-    (DDP, DeepSpeed). In bfloat16 the weight of the padding is right to 0.05%.
+    Replaces the processors of the cross-attentions and the blocks' `forward`, which sets the bias and then calls the
+    former one (`inner_forward`, see `distiller.launch.block_compilation`), and adds one forward pre-hook. Weights,
+    state dict and config do not change. Deep copies of the transformer include the change. Call this before the
+    transformer is wrapped (DDP, DeepSpeed). In bfloat16 the weight of the padding is right to 0.05%.
 
     Afterwards, text embeddings [B, L, D] of a forward must have at least one zero row in every sample
     (``WanFamily.pad`` adds two), except at L = ``padded_length``, where the forward is the original one. A sample
@@ -52,7 +55,7 @@ def install_short_text(transformer: WanTransformer3DModel, padded_length: int = 
         ValueError: It is already installed, or the transformer takes image embeddings, which Wan separates from text
             by the fixed text length of 512.
     """
-    attentions = _cross_attentions(transformer)
+    attentions = [block.attn2 for block in _blocks(transformer)]
     if any(isinstance(attention.processor, _ShortTextProcessor) for attention in attentions):
         raise ValueError("install_short_text: already installed on this transformer; call remove_short_text first")
     if any(attention.add_k_proj is not None for attention in attentions):
@@ -62,17 +65,21 @@ def install_short_text(transformer: WanTransformer3DModel, padded_length: int = 
         )
     text_bias = _TextBias(padded_length)
     text_bias.hook = transformer.register_forward_pre_hook(text_bias.before_forward, with_kwargs=True)
-    for attention in attentions:
-        attention.set_processor(_ShortTextProcessor(text_bias, replaced=attention.processor))
+    for block in _blocks(transformer):
+        block.attn2.set_processor(_ShortTextProcessor(text_bias, replaced=block.attn2.processor))
+        # Methods, not closures: a deep copy of the block then has methods of its own.
+        block.inner_forward = MethodType(type(block).forward, block)
+        block.forward = MethodType(_forward_with_bias, block)
 
 
 def remove_short_text(transformer: WanTransformer3DModel) -> None:
     """Restores the processors that :func:`install_short_text` replaced; does nothing where it was not installed."""
-    for attention in _cross_attentions(transformer):
-        processor = attention.processor
+    for block in _blocks(transformer):
+        processor = block.attn2.processor
         if isinstance(processor, _ShortTextProcessor):
             processor.text_bias.hook.remove()
-            attention.set_processor(processor.replaced)
+            block.attn2.set_processor(processor.replaced)
+            del block.forward, block.inner_forward
 
 
 def padding_bias(embeds_BLD: torch.Tensor, padded_length: int) -> torch.Tensor | None:
@@ -140,7 +147,9 @@ class _TextBias:
 
 
 class _ShortTextProcessor(WanAttnProcessor):
-    """Wan's own attention with the bias of :class:`_TextBias` added to its logits."""
+    """Wan's own attention with a bias, which the block's ``forward`` sets, added to its logits."""
+
+    bias: torch.Tensor | None = None
 
     def __init__(self, text_bias: _TextBias, replaced: WanAttnProcessor) -> None:
         super().__init__()
@@ -158,11 +167,22 @@ class _ShortTextProcessor(WanAttnProcessor):
         rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         assert encoder_hidden_states is not None and attention_mask is None
-        bias = self.text_bias.of(encoder_hidden_states)
-        if bias is not None:
-            bias = bias.to(hidden_states.dtype)
+        bias = None if self.bias is None else self.bias.to(hidden_states.dtype)
         return super().__call__(attn, hidden_states, encoder_hidden_states, bias, rotary_emb)
 
 
-def _cross_attentions(transformer: WanTransformer3DModel) -> list[WanAttention]:
-    return [cast(WanTransformerBlock, block).attn2 for block in transformer.blocks]
+def _forward_with_bias(
+    block: WanTransformerBlock, hidden_states: torch.Tensor, encoder_hidden_states: torch.Tensor, *args: Any
+) -> torch.Tensor:
+    """The block's forward pass. Finding the bias is no work for a compiler; what `inner_forward` does is."""
+    processor = cast(_ShortTextProcessor, block.attn2.processor)
+    processor.bias = processor.text_bias.of(encoder_hidden_states)
+    inner_forward = cast(Callable[..., torch.Tensor], block.inner_forward)
+    try:
+        return inner_forward(hidden_states, encoder_hidden_states, *args)
+    finally:
+        processor.bias = None
+
+
+def _blocks(transformer: WanTransformer3DModel) -> list[WanTransformerBlock]:
+    return [cast(WanTransformerBlock, block) for block in transformer.blocks]
