@@ -11,6 +11,7 @@ from typing import Any, final
 
 import torch
 from accelerate.tracking import get_available_trackers
+from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -27,7 +28,9 @@ from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import initialize_loader_worker, world_size
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
+from distiller.launch.block_compilation import MIN_UPDATES, compile_blocks
 from distiller.launch.checks import check_nvme_room
+from distiller.launch.compile import student_compile_mode
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
@@ -54,6 +57,7 @@ from distiller.tasks import open_task
 from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe, notices_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
+from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
@@ -253,6 +257,7 @@ def _prepare_student(session: Session[Any], identity: Identity, steps_done: int)
     ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
+    _compile_student(session, trained)
     ranks.barrier()
     module, optimizer = world.accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
     state = open_state(world.engine, world.accelerator, module, optimizer)
@@ -264,6 +269,20 @@ def _prepare_student(session: Session[Any], identity: Identity, steps_done: int)
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()
     return Student(module, num_parameters, optimizer, average, checkpoints, skipped_steps)
+
+
+def _compile_student(session: Session[Any], trained: TrainedStudent) -> None:
+    """Compiles the student's blocks, unless the launch file has Accelerate do so. Rank 0 prints what `auto` chose."""
+    recipe, accelerator, engine = session.recipe, session.accelerator, session.world.engine
+    plugin = accelerator.state.dynamo_plugin
+    if plugin is not None and plugin.backend is not DynamoBackend.NO:
+        return
+    mode = student_compile_mode(recipe, engine, accelerator.device, session.last_step)
+    if recipe.train.compile == "auto" and mode != "none":
+        accelerator.print(f"train.compile auto: {mode} (the run has {MIN_UPDATES} updates or more)")
+    classes = session.task.block_classes
+    blocks = (block for block in trained.model.modules() if type(block).__name__ in classes)
+    compile_blocks(blocks, mode, moves_weights=engine == "fsdp2")
 
 
 def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:

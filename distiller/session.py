@@ -17,6 +17,7 @@ from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError
 from distiller.launch.accelerator import World, open_world
+from distiller.launch.block_compilation import compile_mode
 from distiller.launch.fsdp import FsdpLaunch, wrapped_classes
 from distiller.run_folder.output_dir import check_shared_stages
 from distiller.storage.durable_writes import missing_durability
@@ -71,7 +72,8 @@ def teacher_setup(session: Session[Any], reserved_bytes: int = 0, reserved_host_
     """What a placement is built with, `auto` not resolved yet; the bytes are those of `Setup`."""
     under_deepspeed = session.world.engine.startswith("deepspeed")
     options, ranks = session.recipe.teacher, session.ranks
-    return Setup(session.teacher_dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes)
+    mode = compile_mode(options.compile, ranks.device, session.last_step)
+    return Setup(session.teacher_dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode)
 
 
 def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:

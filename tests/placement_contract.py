@@ -93,8 +93,12 @@ def answers(
     return [_flat(outputs) for step in steps for outputs in step]
 
 
-def answers_of_cases(folder: Path, cases: list[str], dtype: str, on_gpu: bool = False) -> dict[str, Any]:
+def answers_of_cases(
+    folder: Path, cases: list[str], dtype: str, on_gpu: bool = False, **options: Any
+) -> dict[str, Any]:
     """Every case's answers on this rank, for one and two modules, or the traceback of what went wrong.
+
+    `options` are more keys of the recipe's `teacher`, for all cases.
 
     With each come what the teacher says that it takes, and by how much the allocator's own figure grew.
     """
@@ -107,7 +111,7 @@ def answers_of_cases(folder: Path, cases: list[str], dtype: str, on_gpu: bool = 
         for num_modules in (1, 2):
             try:
                 before = torch.cuda.memory_allocated() if on_gpu else 0
-                teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype), device)
+                teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype), device, **options)
                 try:
                     told, grown = teacher.memory(), (torch.cuda.memory_allocated() if on_gpu else 0) - before
                     answered = answers(teacher, state.process_index, num_modules, device=device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
+from distiller.launch.block_compilation import compile_mode
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.teachers.base import Call, Network, Outputs, Request, Setup
 
@@ -142,7 +143,10 @@ def save_toy(folder: Path) -> Path:
 
 def setup(dtype: torch.dtype = torch.float32, device: str = "cpu", under_deepspeed: bool = False, **options) -> Setup:
     """What a teacher is built with, among whatever ranks there are; `options` are keys of the recipe's `teacher`."""
-    return Setup(dtype, TeacherOptions(path="-", **options), _ranks(device), under_deepspeed)
+    teacher, ranks = TeacherOptions(path="-", **options), _ranks(device)
+    # A run of one update: `auto` does not compile.
+    mode = compile_mode(teacher.compile, ranks.device, num_updates=1)
+    return Setup(dtype, teacher, ranks, under_deepspeed, compile_mode=mode)
 
 
 @cache

@@ -82,7 +82,8 @@ class Train(Section):
     gradient_checkpointing: Switch = Field(default=False, description="of the student only")
     compile: Literal["auto", "none", "default", "reduce-overhead", "max-autotune"] = Field(
         default="auto",
-        description="the student, block by block, in a mode of torch.compile; auto = what the launch file says",
+        description="the student's blocks, in a mode of torch.compile; auto = what the launch file says; without that "
+        "default on a GPU, in a run of 500 updates or more",
     )
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(default=None, description="None = no moving average")
     log_every: Positive = Field(default=10, description="updates")

@@ -36,6 +36,10 @@ class TeacherKeys(Section):
     )
     dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
     quantization: Literal["none", "int8"] = Field(default="none", description="int8 = bitsandbytes, for placement")
+    compile: Literal["auto", "none", "default", "max-autotune"] = Field(
+        default="auto",
+        description="the blocks, in a mode of torch.compile; auto = default on a GPU, in a run of 500 updates or more",
+    )
     prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(
         default=0, description="updates asked for ahead; none yet"
     )

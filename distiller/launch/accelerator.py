@@ -26,7 +26,6 @@ from distiller.distributed.process import world_size
 from distiller.distributed.rendezvous import choose_interface, exchange_settings
 from distiller.errors import UserError
 from distiller.launch.checks import Launch, check_gpus, check_launch, check_launcher
-from distiller.launch.compile import dynamo_plugin
 from distiller.launch.deepspeed import Offload, deepspeed_config, deepspeed_plugin, is_deepspeed_launch, offloaded_parts
 from distiller.launch.fsdp import FsdpLaunch, fsdp_plugin, launched_fsdp, shard_on_cpu
 from distiller.launch.rank_agreement import config_to_compare
@@ -71,7 +70,6 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         check_gpus(local_world_size)
     if on_cpu and request is not None and request.distributed_type in ("MULTI_GPU", "NO") and not request.use_cpu:
         notices.append(f"{request.origin}: no GPU found, running on the CPU")
-    options = {} if request is None else request.options
     precision = resolve_precision(recipe.train.mixed_precision, on_cpu, request, notices)
     accumulation = resolve_accumulation(recipe, world_size())
     plugin = deepspeed_plugin(recipe, precision, accumulation, request, notices) if use_deepspeed else None
@@ -90,7 +88,6 @@ def open_world(recipe: Recipe, wrap: Callable[[FsdpLaunch], tuple[str, ...]]) ->
         ),
         deepspeed_plugin=plugin,
         fsdp_plugin=sharded,
-        dynamo_plugin=dynamo_plugin(recipe, options),
         step_scheduler_with_optimizer=False,
         log_with=list(recipe.tracking.trackers) or None,
         project_config=ProjectConfiguration(

@@ -80,7 +80,16 @@ def check_launch(recipe: Recipe, launch: Launch) -> None:
     if fsdp is not None:
         check_sharding(fsdp, launch.num_processes, 1 if request is None else request.num_machines)
         check_offload(fsdp, precisions)
-    check_compile(recipe, {} if request is None else request.options, fsdp is not None and fsdp.version == 1)
+    check_compile(recipe, {} if request is None else request.options, _engine_of(launch))
+
+
+def _engine_of(launch: Launch) -> str:
+    """The engine's name without details, such as `fsdp1` and `deepspeed-zero3`; empty for one process and DDP."""
+    if launch.fsdp is not None:
+        return f"fsdp{launch.fsdp.version}"
+    if launch.request is None or not launch.under_deepspeed:
+        return ""
+    return f"deepspeed-zero{deepspeed_settings(launch.request)['zero_optimization'].get('stage', 0)}"
 
 
 def check_request(request: LaunchRequest) -> None:

@@ -1,21 +1,31 @@
-"""Whether and how the student is compiled: the launch file's dynamo settings, or the recipe's `train.compile`."""
+"""Whether the student is compiled: by Accelerate as the launch file says, or block by block as `train.compile` says."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from accelerate.utils import DynamoBackend, TorchDynamoPlugin
+import torch
+from accelerate.utils import DynamoBackend
 
 from distiller.config.recipe import Recipe
 from distiller.errors import UserError
+from distiller.launch.block_compilation import compile_mode
 from distiller.launch.values import choice, switch
 
 SWITCHES = ("dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation")
+NEVER_COMPILED = {
+    "fsdp1": "FSDP1, whose root Accelerate copies; use fsdp_version: 2",
+    "deepspeed-zero3": "ZeRO-3, which gathers parameters inside the blocks; use ZeRO-2 or FSDP2",
+}
+"""Beginning of the engine's name -> why the recipe compiles no student there, and what to do."""
 
 
-def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = False) -> None:
-    """UserError for unknown dynamo settings, contradictions of the recipe, and compilation with FSDP1 or features."""
+def check_compile(recipe: Recipe, options: Mapping[str, Any], engine: str = "") -> None:
+    """UserError for unknown dynamo settings, contradictions of the recipe, and engines or features that rule it out.
+
+    `engine`: one of the keys of `NEVER_COMPILED`, or anything else.
+    """
     wanted = recipe.train.compile
     backend = str(options.get("dynamo_backend") or "no").lower()
     choice(backend, "dynamo_backend", tuple(name.lower() for name in DynamoBackend.list()))
@@ -29,22 +39,24 @@ def check_compile(recipe: Recipe, options: Mapping[str, Any], is_fsdp1: bool = F
             "one of the two"
         )
     chosen = asked if wanted == "auto" else wanted
-    if is_fsdp1 and chosen != "none":
+    if chosen != "none" and engine in NEVER_COMPILED:
         raise UserError(
-            f"compilation ({chosen}) is not supported with FSDP1, whose root Accelerate copies; use fsdp_version: 2, "
-            "or do not compile (train.compile=none, and no dynamo_config in the launch file)"
+            f"compilation ({chosen}) is not supported with {NEVER_COMPILED[engine]}, or do not compile "
+            "(train.compile=none, and no dynamo_config in the launch file)"
         )
-    if recipe.task.losses.features.weight and chosen != "none":
+    if recipe.task.losses.features.weight and asked != "none":
         raise UserError(
-            "task.losses.features reads the blocks' outputs by hooks, which compiled blocks do not call anew; set its "
-            "weight to 0, or do not compile (train.compile=none, and no dynamo_config in the launch file)"
+            "task.losses.features reads the blocks' outputs by hooks, which blocks that Accelerate compiles do not "
+            "call anew; set its weight to 0, or take dynamo_config out of the launch file and set train.compile"
         )
 
 
-def dynamo_plugin(recipe: Recipe, options: Mapping[str, Any]) -> TorchDynamoPlugin:
-    """Accelerate's plugin: from the launch file where it asks for compilation, else from the recipe."""
-    if recipe.train.compile in ("auto", "none") or options.get("dynamo_backend") not in (None, "no", "NO"):
-        return TorchDynamoPlugin()
-    # The plugin turns the name into a DynamoBackend.
-    backend: Any = "inductor"
-    return TorchDynamoPlugin(backend=backend, mode=recipe.train.compile, use_regional_compilation=True)
+def student_compile_mode(recipe: Recipe, engine: str, device: torch.device, num_updates: int) -> str:
+    """The mode in which the recipe compiles the student's blocks; `none` where `auto` finds it not worth it.
+
+    Args:
+        engine: the name in summary.json.
+        num_updates: of the whole run, so that a resumed run compiles as the first one did.
+    """
+    is_ruled_out = engine.startswith(tuple(NEVER_COMPILED))
+    return "none" if is_ruled_out else compile_mode(recipe.train.compile, device, num_updates)

@@ -36,6 +36,8 @@ _MAY_CHANGE_ON_RESUME = (
     # Compared with the checkpoint's, as `auto` has come out.
     *("train.mixed_precision", "teacher.dtype"),
     *("optim.max_bad_steps", "teacher.placement", "cache.shard_mib"),
+    # Other roundings of the same numbers, chosen by `auto` from the run's length.
+    *("train.compile", "teacher.compile"),
 )
 SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
 

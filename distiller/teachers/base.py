@@ -126,6 +126,7 @@ class Setup:
         under_deepspeed: whether the student's engine is DeepSpeed; a sharded teacher then uses ZeRO-3.
         reserved_bytes: of each rank's device, for the student's state and the teacher's replicated output layer.
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
+        compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
     """
 
     dtype: torch.dtype
@@ -134,6 +135,7 @@ class Setup:
     under_deepspeed: bool = False
     reserved_bytes: int = 0
     reserved_host_bytes: int = 0
+    compile_mode: str = "none"
 
 
 class Teacher(ABC):

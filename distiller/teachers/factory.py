@@ -10,11 +10,12 @@ import torch
 from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
+from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.teachers.base import Network, Setup, Teacher
 from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
 from distiller.teachers.fitting import advice, check_fits, choose, device_packing, fitting
 from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
-from distiller.teachers.rules import check_placement, may_run
+from distiller.teachers.rules import check_placement, may_run, why_not_compiled
 
 
 def resolve_placement(network: Network, setup: Setup) -> Setup:
@@ -52,7 +53,10 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
             packing.check(options.placement, advice(fits(True)))
     else:
         check_fits(options, needs, budget, lambda: fits(True))
-    return replace(setup, options=options)
+    mode = "none" if why_not_compiled(options, setup.under_deepspeed) else setup.compile_mode
+    if options.compile == "auto" and mode != "none" and ranks.is_main:
+        print(f"teacher.compile auto: {mode} (the run has {MIN_UPDATES} updates or more)")
+    return replace(setup, options=options, compile_mode=mode)
 
 
 def load_teacher(network: Network, setup: Setup) -> Teacher:

@@ -30,9 +30,23 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
                 f"{' or '.join(quantized_placements(teacher.quantization))}, or quantization none"
             )
         spec.check_world(spec.options.of(teacher), num_processes, under_deepspeed)
+    why_not = why_not_compiled(teacher, under_deepspeed)
+    if why_not and teacher.compile not in ("auto", "none"):
+        raise UserError(f"teacher.compile is {teacher.compile} and {why_not}; leave it out, or set it to none")
     loads_weights = spec is None or spec.loads_teacher
     if teacher.quantization == "int8" and loads_weights and find_spec("bitsandbytes") is None:
         raise UserError("teacher.quantization=int8 needs bitsandbytes; run: pip install 'distiller[quantization]'")
+
+
+def why_not_compiled(teacher: Teacher, under_deepspeed: bool) -> str:
+    """Why the teacher's blocks cannot be compiled, or an empty text. Placement `auto` can, until it is resolved."""
+    if teacher.quantization == "int8":
+        return "teacher.quantization int8: its products are bitsandbytes's own kernels, which no compiler takes"
+    spec = PLACEMENTS.get(teacher.placement)
+    if spec is None:
+        return ""
+    why_not = spec.why_not_compiled or (spec.why_not_compiled_beside_deepspeed if under_deepspeed else "")
+    return f"teacher.placement {spec.name}: {why_not}" if why_not else ""
 
 
 def table() -> str:

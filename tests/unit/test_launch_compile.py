@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from distiller.errors import UserError
-from distiller.launch.compile import check_compile, dynamo_plugin
+from distiller.launch.block_compilation import MIN_UPDATES
+from distiller.launch.compile import check_compile, student_compile_mode
 from distiller.launch.request import read_launch_file
 from tests.questionnaire import MULTI_GPU, answer
 
@@ -33,35 +35,39 @@ def test_a_recipe_that_contradicts_the_launch_file_is_refused(make_recipe, asked
 
 
 @pytest.mark.parametrize("wanted", ["auto", "reduce-overhead"])
-def test_one_that_does_not_is_left_to_the_launch_file(monkeypatch, make_recipe, asked, wanted):
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR")
-    monkeypatch.setenv("ACCELERATE_DYNAMO_MODE", "reduce-overhead")
-    recipe = make_recipe(train={"compile": wanted})
-    check_compile(recipe, asked)
-    plugin = dynamo_plugin(recipe, asked)
-    assert (plugin.backend.value, plugin.mode) == ("INDUCTOR", "reduce-overhead")
-    assert not plugin.use_regional_compilation
+def test_one_that_does_not_is_left_to_the_launch_file(make_recipe, asked, wanted):
+    check_compile(make_recipe(train={"compile": wanted}), asked)
 
 
-@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_the_recipe_compiles_block_by_block(make_recipe, mode):
-    recipe = make_recipe(train={"compile": mode})
-    check_compile(recipe, {})
-    plugin = dynamo_plugin(recipe, {})
-    assert (plugin.backend.value, plugin.mode, plugin.use_regional_compilation) == ("INDUCTOR", mode, True)
-
-
-@pytest.mark.parametrize("wanted", ["auto", "none"])
-def test_nothing_is_compiled_unasked(make_recipe, wanted):
-    recipe = make_recipe(train={"compile": wanted})
-    check_compile(recipe, {})
-    assert dynamo_plugin(recipe, {}).backend.value == "NO"
-
-
-@pytest.mark.parametrize(("wanted", "is_asked"), [("default", False), ("auto", True)])
-def test_features_of_compiled_blocks_are_refused(make_recipe, asked, wanted, is_asked):
+def test_features_of_blocks_that_accelerate_compiles_are_refused(make_recipe, asked):
     features = {"weight": 0.1, "student_blocks": [0], "teacher_blocks": [1]}
-    recipe = make_recipe(train={"compile": wanted}, task={"losses": {"features": features}, "height": 32, "width": 32})
-    with pytest.raises(UserError, match=r"task.losses.features reads.*set its weight to 0, or do not compile"):
-        check_compile(recipe, asked if is_asked else {})
-    check_compile(recipe.model_copy(update={"train": recipe.train.model_copy(update={"compile": "none"})}), {})
+    recipe = make_recipe(task={"losses": {"features": features}, "height": 32, "width": 32})
+    with pytest.raises(UserError, match=r"task.losses.features reads.*set its weight to 0, or take dynamo_config out"):
+        check_compile(recipe, asked)
+    check_compile(recipe, {})
+
+
+@pytest.mark.parametrize("engine", ["fsdp1", "deepspeed-zero3"])
+def test_engines_that_work_inside_the_blocks_are_refused(make_recipe, engine):
+    recipe = make_recipe(train={"compile": "default"})
+    with pytest.raises(UserError, match=r"compilation \(default\) is not supported with .*or do not compile"):
+        check_compile(recipe, {}, engine)
+    for suited in ("", "fsdp2", "deepspeed-zero2"):
+        check_compile(recipe, {}, suited)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engine", "device", "num_updates", "mode"),
+    [
+        ("auto", "ddp", "cuda", MIN_UPDATES, "default"),
+        ("auto", "ddp", "cuda", MIN_UPDATES - 1, "none"),
+        ("auto", "single", "cpu", MIN_UPDATES, "none"),
+        ("auto", "deepspeed-zero3-offload", "cuda", MIN_UPDATES, "none"),
+        ("auto", "fsdp1", "cuda", MIN_UPDATES, "none"),
+        ("none", "ddp", "cuda", MIN_UPDATES, "none"),
+        ("max-autotune", "single", "cpu", 1, "max-autotune"),
+    ],
+)
+def test_the_student_is_compiled_where_the_run_earns_it_back(make_recipe, wanted, engine, device, num_updates, mode):
+    recipe = make_recipe(train={"compile": wanted})
+    assert student_compile_mode(recipe, engine, torch.device(device), num_updates) == mode

@@ -293,9 +293,9 @@ def test_a_loss_scale_and_offload_do_not_go_together():
 
 def test_compilation_is_refused_with_the_older_fsdp_alone(tmp_path):
     recipe = parse(toys.recipe(tmp_path, tmp_path, train={"max_steps": 1, "compile": "default"}))
-    check_compile(recipe, {}, is_fsdp1=False)
+    check_compile(recipe, {}, "fsdp2")
     with pytest.raises(UserError, match="not supported with FSDP1"):
-        check_compile(recipe, {}, is_fsdp1=True)
+        check_compile(recipe, {}, "fsdp1")
     contradicting = {"dynamo_backend": "INDUCTOR", "dynamo_mode": "max-autotune"}
     with pytest.raises(UserError, match=r"train.compile is default and the launch file says max-autotune"):
         check_compile(recipe, contradicting)

@@ -331,15 +331,6 @@ def test_train_and_check_run_the_same_list_of_launch_checks():
     assert "check_launch" in check.__code__.co_names
 
 
-def test_a_recipe_that_no_launch_file_can_run_is_refused_by_check(make_recipe):
-    features = {"weight": 1.0, "student_blocks": [0], "teacher_blocks": [0]}
-    recipe = make_recipe(
-        train={"compile": "default"}, task={"losses": {"features": features}, "height": 32, "width": 32}
-    )
-    with pytest.raises(UserError, match=r"task\.losses\.features reads the blocks' outputs by hooks"):
-        check(recipe, None)
-
-
 def test_an_offload_of_one_process_a_machine_is_refused_without_the_machines(make_recipe):
     request = LaunchRequest("two.yaml", 2, "FSDP", False, "no", num_machines=2)
     fsdp = parse_fsdp({"VERSION": "1", "SHARDING_STRATEGY": "HYBRID_SHARD", "OFFLOAD_PARAMS": "true"})

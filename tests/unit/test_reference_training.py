@@ -63,7 +63,7 @@ ROWS: dict[str, list[dict[str, Any]]] = {
 LOOP_TESTS = "tests/unit/test_trainer.py"
 ELSEWHERE = {
     "optim.max_bad_steps": f"{LOOP_TESTS}::test_too_many_bad_updates_in_a_row_end_the_run_before_another_one",
-    "train.compile": "tests/unit/test_launch_compile.py::test_the_recipe_compiles_block_by_block",
+    "train.compile": "tests/unit/test_block_compilation.py::test_runs_are_the_same_with_compiled_blocks",
     "train.log_every": f"{LOOP_TESTS}::test_only_logged_steps_are_written_and_the_first_and_last_are",
 }
 """Where a key is held that no plain loop can show."""

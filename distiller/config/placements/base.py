@@ -150,6 +150,8 @@ class PlacementSpec(Generic[OptionsT]):
         loads_teacher: False where outputs are read from a cache, and no weights are.
         quantizations: the values of `teacher.quantization` that it takes.
         why_not_quantized: why it does not take the others.
+        why_not_compiled: why its blocks cannot be compiled; empty where they can.
+        why_not_compiled_beside_deepspeed: the same where the student's engine is DeepSpeed.
         check_options: raises ValueError where its keys are incomplete.
         check_world: (options, number of processes, whether the student's engine is DeepSpeed); raises UserError.
         holder: options -> the one rank that holds the teacher. None: every rank takes the same.
@@ -169,6 +171,8 @@ class PlacementSpec(Generic[OptionsT]):
     uses_device_map: bool = False
     loads_teacher: bool = True
     quantizations: tuple[str, ...] = ("none",)
+    why_not_compiled: str = ""
+    why_not_compiled_beside_deepspeed: str = ""
     why_not_quantized: str = "int8 layers run in other placements only"
     check_options: Callable[[OptionsT], None] = _accept
     check_world: Callable[[OptionsT, int, bool], None] = _accept_world

@@ -27,6 +27,7 @@ SPEC = PlacementSpec(
     options=CachedOptions,
     row=SupportRow("none", "none", "nothing"),
     loads_teacher=False,
+    why_not_compiled="no teacher runs",
     quantizations=("none", "int8"),
     check_options=_check_options,
     # A command asks of other inputs than the data's: the weights are needed after all.

@@ -58,6 +58,7 @@ SPEC = PlacementSpec(
     row=SupportRow("1/N, and one block or two", "none, or 1/N a rank", "every block, gathered", "FSDP2", "ZeRO-3"),
     memory=_memory,
     speed=SpeedRank(on_gpus=30, one_process=50, on_cpus=50),
+    why_not_compiled_beside_deepspeed="ZeRO-3 gathers parameters inside the blocks",
     why_not_quantized="int8 weights inside ZeRO-3 or FSDP give wrong numbers, silently",
     check_options=_check_options,
     check_world=_check_world,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distiller.distributed.ranks import Ranks
+from distiller.launch.block_compilation import compile_blocks
 from distiller.storage.weight_files import WeightFiles
 from distiller.teachers.base import Network, Setup
 from distiller.teachers.streaming.copiers import FileReader
@@ -39,11 +40,13 @@ class ModulePlan:
 def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.dtype | None = None) -> list[ModulePlan]:
     """Every module's skeleton and layout, and on ranks that read (`is_reader`) its open files, checked by the layout.
 
-    `dtype` replaces that of the setup. Communicates. Raises UserError on all ranks if one reader finds a fault.
+    Blocks are compiled as the setup says. `dtype` replaces that of the setup. Communicates. Raises UserError on all
+    ranks if one reader finds a fault.
     """
     plans: list[ModulePlan] = []
     for name in network.module_names:
         module = network.skeleton(name, dtype or setup.dtype)
+        compile_blocks([module.get_submodule(block) for block in network.block_names(name)], setup.compile_mode)
         plans.append(ModulePlan(name, module, lay_out(module, network.block_names(name)), None))
 
     def open_files() -> None:

@@ -1,0 +1,203 @@
+"""Compiled blocks: whole graphs in every family, the same numbers, and one version for all places of the weights."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from transformers import Gemma2Config, Qwen2Config
+
+from distiller import commands
+from distiller.config.loading import parse
+from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.errors import UserError
+from distiller.launch.block_compilation import MIN_UPDATES, compile_blocks, compile_mode
+from distiller.teachers.factory import resolve_placement
+from distiller.teachers.rules import check_placement
+from tests import classifiers, toy_causal_lm, toy_pictures, toys
+from tests.placement_contract import CASES, answers, open_case, placement_of
+from tests.reference_toys import forget_accelerator
+from tests.toy_network import ToyNetwork, save_toy, setup
+
+# The compiler's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
+]
+FEATURES = {"features": {"weight": 0.3, "student_blocks": [0], "teacher_blocks": [1]}}
+LANGUAGE = {
+    "llama": toy_causal_lm.llama_config,
+    "gpt2": toy_causal_lm.gpt2_config,
+    "qwen2": lambda: Qwen2Config(**toy_causal_lm.SIZES, num_hidden_layers=2, num_key_value_heads=2),
+    "gemma2": lambda: Gemma2Config(**toy_causal_lm.SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8),
+}
+CLASSIFIERS = {"resnet": classifiers.resnet_config, "vit": classifiers.vit_config}
+
+
+@pytest.fixture
+def whole_graphs(monkeypatch) -> list[Any]:
+    """torch.compile without a code generator, so that it is fast; raises where a function is not one graph."""
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, mode: compiler(function, backend=backend, fullgraph=True))
+    torch._dynamo.reset()
+    yield graphs
+    torch._dynamo.reset()
+
+
+def recipe_of(family: str, folder: Path, **sections: Any) -> dict[str, Any]:
+    """A short run with features; the teacher is made when it is first asked for."""
+    teacher = folder / "teacher"
+    sections["train"] = {"max_steps": 2, "batch_size": 4, "log_every": 1} | sections.get("train", {})
+    if family in LANGUAGE:
+        if not teacher.exists():
+            toy_causal_lm.save_model(teacher, LANGUAGE[family]())
+        losses = {"losses": FEATURES}
+        return toy_causal_lm.recipe(folder, teacher, task=losses, **sections)
+    if family in CLASSIFIERS:
+        config = CLASSIFIERS[family]()
+        if not teacher.exists():
+            classifiers.save_classifier(teacher, config)
+            classifiers.save_pictures(folder / "pictures")
+        return classifiers.recipe(folder, teacher, folder / "pictures", config, task={"losses": FEATURES}, **sections)
+    if family == "wan":
+        if not teacher.exists():
+            toys.make_pipeline(teacher)
+        return toys.recipe(folder, teacher, rollout={"enabled": False}, task={"losses": FEATURES}, **sections)
+    if not teacher.exists():
+        toy_pictures.make(family, teacher)
+    task = {"losses": FEATURES}
+    return toy_pictures.recipe(family, folder, teacher, rollout={"enabled": False}, task=task, **sections)
+
+
+CHECKPOINTED = ("wan", "llama", "vit")
+RUNS = [(family, family in CHECKPOINTED) for family in ("wan", *toy_pictures.KINDS, "llama", "gemma2", "resnet", "vit")]
+SLOW_RUNS = [("sd", True), ("llama", False), ("wan", False), ("vit", False), ("gpt2", False), ("qwen2", False)]
+
+
+@pytest.mark.parametrize(
+    ("family", "checkpointing"), [*RUNS, *(pytest.param(*run, marks=pytest.mark.slow) for run in SLOW_RUNS)]
+)
+def test_runs_are_the_same_with_compiled_blocks(tmp_path, whole_graphs, family, checkpointing):
+    lines, students = {}, {}
+    for mode in ("none", "default"):
+        sections: dict[str, Any] = {"train": {"compile": mode, "gradient_checkpointing": checkpointing}}
+        recipe = recipe_of(family, tmp_path, output_dir=str(tmp_path / mode), teacher={"compile": mode}, **sections)
+        commands.train(parse(recipe), False)
+        forget_accelerator()
+        assert bool(whole_graphs) == (mode == "default")
+        lines[mode] = toys.read_metrics(tmp_path / mode)
+        students[mode] = load_file(next((tmp_path / mode / "student").glob("*.safetensors")))
+    for plain, compiled in zip(lines["none"], lines["default"], strict=True):
+        for key in ("loss", "grad_norm"):
+            assert compiled[key] == pytest.approx(plain[key], rel=1e-5), (key, plain["step"])
+    torch.testing.assert_close(students["default"], students["none"], rtol=0, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_placements_with_compiled_blocks_answer_as_the_compiled_replicated_bit_for_bit(tmp_path, monkeypatch):
+    """With the code generator. Weights that move through buffers are no reason to compile again."""
+    weights, expected = save_toy(tmp_path), None
+    plain = answers(open_case("replicated", ToyNetwork(weights, 2)), 0, 2)
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    for case in (case for case in CASES if placement_of(case) not in ("cpu", "cached") and "offloaded" not in case):
+        before = counted["unique_graphs"]
+        teacher = open_case(case, ToyNetwork(weights, 2), compile="default")
+        answered = answers(teacher, 0, 2)
+        teacher.close()
+        if expected is None:
+            expected = answered
+            assert counted["unique_graphs"] > before
+            for ours, theirs in zip(answered, plain, strict=True):
+                assert np.abs(ours - theirs).max() <= 2e-6 * max(1.0, np.abs(theirs).max())
+            continue
+        assert counted["unique_graphs"] == before, case
+        loose = 2e-6 if placement_of(case) == "rank0" else 0.0
+        for ours, theirs in zip(answered, expected, strict=True):
+            assert np.abs(ours - theirs).max() <= loose * max(1.0, np.abs(theirs).max()), case
+
+
+class Block(nn.Module):
+    """Multiplies by its weight."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def test_blocks_share_one_graph_and_copies_have_weights_of_their_own(whole_graphs):
+    blocks = [Block(2.0), Block(3.0)]
+    compile_blocks(blocks, "default")
+    x = torch.ones(4)
+    assert [block(x)[0].item() for block in blocks] == [2.0, 3.0]
+    copied = copy.deepcopy(blocks[0])
+    copied.weight.data.fill_(5.0)
+    blocks[1].weight = nn.Parameter(torch.tensor(7.0))
+    assert [block(x)[0].item() for block in (copied, *blocks)] == [5.0, 2.0, 7.0]
+    assert len(whole_graphs) == 1
+
+
+@pytest.mark.parametrize(
+    ("mode", "moves_weights", "expected"),
+    [
+        ("default", True, "default"),
+        ("max-autotune", True, "max-autotune-no-cudagraphs"),
+        ("max-autotune", False, "max-autotune"),
+        ("none", False, None),
+    ],
+)
+def test_graphs_that_need_weights_in_one_place_are_left_out_where_they_move(monkeypatch, mode, moves_weights, expected):
+    modes = []
+    monkeypatch.setattr(torch, "compile", lambda function, mode: (modes.append(mode), function)[1])
+    compile_blocks([Block(1.0)], mode, moves_weights)
+    assert modes == ([] if expected is None else [expected])
+
+
+def test_auto_compiles_on_a_gpu_in_a_run_that_earns_it_back():
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    assert compile_mode("auto", gpu, MIN_UPDATES) == "default"
+    assert compile_mode("auto", gpu, MIN_UPDATES - 1) == "none"
+    assert compile_mode("auto", cpu, MIN_UPDATES) == "none"
+    assert [compile_mode(asked, cpu, 1) for asked in ("none", "default")] == ["none", "default"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "under_deepspeed", "words"),
+    [
+        ({"placement": "cpu"}, False, "teacher.placement cpu: it computes on the CPU"),
+        ({"placement": "cached", "cache": "folder"}, False, "teacher.placement cached: no teacher runs"),
+        ({"placement": "sharded"}, True, "teacher.placement sharded: ZeRO-3 gathers parameters inside the blocks"),
+        ({"quantization": "int8"}, False, "teacher.quantization int8: "),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_when_asked_for_and_left_alone_otherwise(keys, under_deepspeed, words):
+    asked = TeacherOptions(path="-", compile="default", **keys)
+    with pytest.raises(UserError, match=f"teacher.compile is default and {words}.*; leave it out, or set it to none"):
+        check_placement(asked, 2, under_deepspeed)
+    check_placement(TeacherOptions(path="-", **keys), 2, under_deepspeed)
+
+
+@pytest.mark.parametrize(("placement", "mode"), [("streamed", "default"), ("cpu", "none")])
+def test_auto_compiles_what_the_placement_can(tmp_path, capsys, placement, mode):
+    asked = replace(setup(placement=placement), compile_mode="default")
+    resolved = resolve_placement(ToyNetwork(save_toy(tmp_path)), asked)
+    assert resolved.compile_mode == mode
+    said = f"teacher.compile auto: default (the run has {MIN_UPDATES} updates or more)"
+    assert (said in capsys.readouterr().out) == (mode == "default")
