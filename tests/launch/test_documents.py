@@ -37,9 +37,11 @@ NOT_RUN = {
     ],
     "performance.md": [
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
+        "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b --tokens 1560 6240 --rows "
+        '"replicated, compiled|streamed, shared transfers|streamed, compiled|balanced, compiled|sharded"',
         "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
-        "python scripts/benchmarks/divergences.py",
+        "python scripts/benchmarks/divergences.py --ids 128000",
     ],
     "engines.md": [
         "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train "
