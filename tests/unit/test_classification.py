@@ -41,6 +41,7 @@ from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
+from distiller.vision.student import check_features
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -89,6 +90,19 @@ class TestStructure:
         assert vit.block_names == tuple(f"vit.layers.{number}" for number in range(4))
         assert set(vit.block_shapes) == {(17, 16)}
         assert (vit.can_recompute, resnet.can_recompute) == (True, False)
+
+    def test_feature_pairs_have_the_same_height_and_width(self):
+        wide = inspect_model(classifiers.resnet_config(), (3, 32, 64))
+        square = inspect_model(classifiers.resnet_config(), (3, 64, 64))
+        check_features(wide, wide, [0, 4], [1, 3])
+        with pytest.raises(UserError, match=r"block 0 of the student gives \[8, 8, 16\] .* teacher \[8, 16, 16\]"):
+            check_features(wide, square, [0], [0])
+
+    def test_tokens_are_the_positions_of_the_first_block(self, make_data):
+        for kind, positions in (("resnet", 64), ("vit", 17)):
+            task = open_task(parse(make_data(kind)))
+            batch = task.collate([task.load_data(setup().ranks, None)[0, index] for index in range(3)])
+            assert task.tokens(batch) == 3 * positions
 
     def test_a_model_whose_layers_hide_is_one_unit(self):
         assert inspect_model(PoolFormerConfig(), (3, 224, 224)).block_names == ()

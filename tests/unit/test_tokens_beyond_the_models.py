@@ -70,6 +70,18 @@ def test_a_prompt_with_such_a_token_is_refused(tmp_path):
         task_of(tmp_path, tokenizer(image=IDS), evaluation={"sample_prompts": ["a image"]})
 
 
+def test_a_prompt_with_a_token_that_only_the_teacher_has_is_refused(tmp_path):
+    file = toy_causal_lm.write_config(tmp_path / "s.json", toy_causal_lm.llama_config(vocab_size=20))
+    last = toy_causal_lm.WORDS[-1]
+    with pytest.raises(UserError, match=f"{last}.* has the token id {IDS - 1}, and teacher and student have 20 ids"):
+        task_of(
+            tmp_path,
+            tokenizer(),
+            student={"num_layers": None, "config": str(file)},
+            evaluation={"sample_prompts": [f"the {last}"]},
+        )
+
+
 def test_a_smaller_student_is_compared_over_its_ids(tmp_path):
     file = toy_causal_lm.write_config(tmp_path / "s.json", toy_causal_lm.llama_config(vocab_size=20))
     task = task_of(tmp_path, tokenizer(), student={"num_layers": None, "config": str(file)}, text="the red cat")
