@@ -62,11 +62,11 @@ from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
-from distiller.training.loop import Run
 from distiller.training.optim import build_optimizer
+from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes
 from distiller.training.tracking import Tracker
-from distiller.training.update_plan import plan_updates
+from distiller.training.update_plan import last_step_of, plan_updates
 
 
 @final
@@ -152,7 +152,10 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
         raise UserError(
             f"cache.draws is {recipe.cache.draws} and this task asks the teacher the same in every epoch; leave it out"
         )
-    plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
+    plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
+    steps, last_step = recipe.profile.steps, last_step_of(recipe, plan)
+    if steps is not None and steps[1] > last_step:
+        raise UserError(f"profile.steps is {list(steps)} and the run has {last_step} updates; profile earlier ones")
     available = [str(tracker) for tracker in get_available_trackers()]
     for tracker in recipe.tracking.trackers:
         if tracker not in available:

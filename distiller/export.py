@@ -15,7 +15,7 @@ from distiller.checkpoint.resuming import refuse_older
 from distiller.errors import AgreedError, UserError
 from distiller.storage.file_modes import follow_umask
 from distiller.tasks.base import Task
-from distiller.training.loop import Run
+from distiller.training.run import Run
 
 
 def export_run(run: Run) -> None:

@@ -17,7 +17,8 @@ from torch import Tensor
 from distiller.build import build
 from distiller.config.recipe import Recipe
 from distiller.distributed.shutdown import NO_STOP_SIGNALS
-from distiller.training.loop import Run, train
+from distiller.training.loop import train
+from distiller.training.run import Run
 from tests import toys
 from tests.plain_loop import Trained
 

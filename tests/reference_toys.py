@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 
 from distiller.build import build
 from distiller.config.diffusion import DiffusionRecipe
-from distiller.training.loop import Run, train
+from distiller.training.loop import train
+from distiller.training.run import Run
 from tests import toy_pictures, toys
 from tests.key_changes import parsed
 from tests.reference_diffusion import Result

@@ -26,8 +26,8 @@ from distiller.tasks.interfaces import CacheableWhole
 from distiller.tasks.micro_batch import LiveCollation
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
-from distiller.training.loop import Run
 from distiller.training.optim import build_optimizer
+from distiller.training.run import Run
 from distiller.training.tracking import Tracker
 from tests import toy_network
 from tests.toy_state import IDENTITY

@@ -27,8 +27,8 @@ from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.folder_lock import remove_lock_file
 from distiller.tasks.interfaces import Samplable
-from distiller.training.loop import Outcome, Run
 from distiller.training.loop import train as run_loop
+from distiller.training.run import Outcome, Run
 from distiller.training.tracking import GIB, last_metrics
 from distiller.training.update_plan import last_step_of
 

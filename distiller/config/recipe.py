@@ -155,6 +155,21 @@ class Tracking(Section):
     )
 
 
+@final
+class Profile(Section):
+    """What torch.profiler records."""
+
+    steps: tuple[Positive, Positive] | None = Field(
+        default=None, description="first and last update of a trace in output_dir/profile; None = no trace"
+    )
+
+    @model_validator(mode="after")
+    def _is_in_order(self) -> Profile:
+        if self.steps is not None and self.steps[0] > self.steps[1]:
+            raise ValueError(f"profile.steps is {list(self.steps)}; give the first update and then the last")
+        return self
+
+
 class Cache(Section):
     """The teacher's outputs on disk, in the folder `teacher.cache`; docs/caching.md."""
 
@@ -204,6 +219,7 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
     cache: Cache = Cache()
     evaluation: EvaluationT
     tracking: Tracking = Tracking()
+    profile: Profile = Profile()
 
     @property
     def stages_dir(self) -> StageFolders:

@@ -39,7 +39,7 @@ _MAY_CHANGE_ON_RESUME = (
     # Other roundings of the same numbers, chosen by `auto` from the run's length.
     *("train.compile", "teacher.compile"),
 )
-SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "output_dir", "cache_dir")
+SECTIONS_THAT_MAY_CHANGE_ON_RESUME = ("checkpoint", "evaluation", "tracking", "profile", "output_dir", "cache_dir")
 
 
 def may_change_on_resume() -> tuple[str, ...]:

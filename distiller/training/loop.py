@@ -1,96 +1,35 @@
-"""The training loop. Source order is time order; everything it needs is in `Run`."""
+"""The training loop. Source order is time order; everything it needs is in `distiller.training.run.Run`."""
 
 from __future__ import annotations
 
 import math
-import resource
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
-import psutil
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader
 
 from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.resuming import latest_step
-from distiller.checkpoint.saving import Checkpoints
 from distiller.checkpoint.schedule import is_due, is_time
-from distiller.config.recipe import Recipe
 from distiller.data.loading import batches_of
-from distiller.data.order import UpdatePlan
-from distiller.distributed.ranks import Ranks
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals, signal_name
 from distiller.errors import AgreedError, CheckpointError, StoppedError
-from distiller.student_state.moving_average import MovingAverage
-from distiller.tasks.base import LossSum, Task
+from distiller.tasks.base import LossSum
 from distiller.tasks.micro_batch import MicroBatch
-from distiller.teachers.base import Outputs, Teacher
+from distiller.teachers.base import Outputs
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
+from distiller.training.performance import performance
+from distiller.training.profiling import StepProfiler
+from distiller.training.run import Outcome, Run
 from distiller.training.step_counts import StepCountReducer
 from distiller.training.timing import StepTimer
-from distiller.training.tracking import GIB, Tracker, peak_flops
-
-
-@dataclass
-class Run:
-    """What the loop needs, built by `distiller.build`. `student` and `optimizer` are prepared; the teacher never is."""
-
-    recipe: Recipe
-    accelerator: Accelerator
-    engine: str
-    mixed_precision: str
-    plan: UpdatePlan
-    task: Task[Any, Any]
-    teacher: Teacher | None
-    placement: str
-    student: nn.Module
-    student_dtype: torch.dtype
-    student_parameters: int
-    optimizer: torch.optim.Optimizer
-    average: MovingAverage | None
-    loader: DataLoader[Any]
-    checkpoints: Checkpoints
-    tracker: Tracker
-    first_step: int
-    last_step: int
-    ranks: Ranks
-    skipped_steps: int
-    stages_s: float
-    quantization_error: float | None = None
-    started: float = field(default_factory=time.perf_counter)
-    """When this session began, by `time.perf_counter`."""
-    replicated_head_bytes: int = 0
-    """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
-
-    @property
-    def sampling_teacher(self) -> Teacher | None:
-        """The teacher, where it can be asked about other inputs than the data's."""
-        return None if self.placement == "cached" else self.teacher
-
-
-@final
-@dataclass(frozen=True)
-class Outcome:
-    """What the loop returns.
-
-    Attributes:
-        metrics: the last logged metrics.
-        spent: time, steps and failed saves of this session.
-        save_error: why the last checkpoint could not be written; None where it was. The student is exported anyway.
-    """
-
-    metrics: dict[str, Any]
-    spent: SessionTotals
-    save_error: CheckpointError | None = None
 
 
 def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
@@ -105,8 +44,10 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps, run.first_step
     )
     buffer_rollback = BufferRollback(run.student)
+    profiler = StepProfiler(recipe.profile.steps, Path(recipe.output_dir), run.ranks, run.first_step)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
+        profiler.begin(step)
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
         micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
@@ -143,6 +84,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         )
 
         timer.end_step()
+        profiler.end(step)
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
         # On a GPU these flags are one update old: they may have been sent before the last save.
@@ -159,7 +101,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
                 "grad_norm": None if gradient_norm is None else float(gradient_norm),
                 "optim/loss_scale": _loss_scale(run),
                 "optim/skipped_steps": int(guard.num_skipped),
-                **_performance(run, timer.read(), batches),
+                **performance(run, timer.read(), batches),
             }
             run.tracker.log(metrics)
         if is_logged or is_saved:
@@ -271,53 +213,6 @@ def _global_losses(run: Run, losses: Sequence[LossSum], count: Tensor) -> dict[s
     total = run.accelerator.reduce(sums, "sum")
     assert isinstance(total, Tensor)
     return dict(zip(names, (total / count).tolist(), strict=True))
-
-
-def _performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -> dict[str, float | None]:
-    """Time, throughput and memory; of the slowest and fastest rank where they may differ. Communicates."""
-    device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
-    peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
-    memory = None if run.teacher is None else run.teacher.memory()
-    if memory is not None and on_gpu:
-        memory = replace(memory, gpu_bytes=memory.gpu_bytes + run.replicated_head_bytes)
-    elif memory is not None:
-        memory = replace(memory, host_bytes=memory.host_bytes + run.replicated_head_bytes * run.ranks.local_world_size)
-    teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
-    # ru_maxrss is in KiB on Linux.
-    host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    local = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
-    gathered = run.accelerator.gather(local.unsqueeze(0))
-    assert isinstance(gathered, Tensor)
-    step_ms, gpu_gib, teachers_gib, hosts_gib = gathered.cpu().T.tolist()
-    step_s = max(step_ms) / 1e3
-    tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
-    under_deepspeed = run.engine.startswith("deepspeed")
-    return {
-        "perf/step_ms": sum(step_ms) / len(step_ms),
-        "perf/step_ms_min": min(step_ms),
-        "perf/step_ms_max": max(step_ms),
-        "perf/teacher_ms": None if run.teacher is None else times_ms["teacher"],
-        "perf/student_ms": times_ms["student"],
-        "perf/optimizer_ms": None if under_deepspeed else times_ms["optimizer"],
-        "perf/data_ms": times_ms["data"],
-        "perf/samples_per_s": run.plan.samples_per_update / step_s,
-        "perf/tokens_per_s": tokens / step_s,
-        "perf/mfu": _model_flops_utilization(run, tokens / step_s / run.accelerator.num_processes),
-        "memory/gpu_peak_gib": max(gpu_gib) if on_gpu else None,
-        "memory/gpu_peak_gib_min": min(gpu_gib) if on_gpu else None,
-        "memory/gpu_peak_gib_max": max(gpu_gib) if on_gpu else None,
-        "memory/teacher_gpu_gib": None if memory is None else max(teachers_gib),
-        "memory/teacher_gpu_gib_all_ranks": None if memory is None else sum(teachers_gib),
-        "memory/teacher_host_gib": None if memory is None else memory.host_bytes / GIB,
-        "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
-        "memory/host_peak_gib": max(hosts_gib),
-    }
-
-
-def _model_flops_utilization(run: Run, tokens_per_s: float) -> float | None:
-    """The student's model FLOPs (6 a parameter and token, Kaplan et al. 2020) over the GPU's peak, without teacher."""
-    peak = peak_flops(run.accelerator.device, run.mixed_precision)
-    return None if peak is None else 6 * run.student_parameters * tokens_per_s / peak
 
 
 def _loss_scale(run: Run) -> float | None:

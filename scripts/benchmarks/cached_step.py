@@ -27,7 +27,8 @@ from distiller.data.order import RankSampler, SampleKey
 from distiller.distributed.process import initialize_loader_worker, is_main_process, prepare_environment
 from distiller.tasks.interfaces import Cacheable
 from distiller.teachers.base import Outputs
-from distiller.training.loop import Run, train
+from distiller.training.loop import train
+from distiller.training.run import Run
 
 
 class Zeros(Dataset[tuple[Any, Outputs]]):

@@ -57,7 +57,8 @@ def run_placements(folder: Path, batch_size: int) -> None:
     from distiller.tasks.micro_batch import LiveCollation
     from distiller.teachers.base import Setup
     from distiller.teachers.factory import open_teacher
-    from distiller.training.loop import Run, train
+    from distiller.training.loop import train
+    from distiller.training.run import Run
 
     quiet_libraries()
     overrides = [f"output_dir={folder}", f"train.max_steps={STEPS}", f"train.batch_size={batch_size}", *SETTINGS]

@@ -44,7 +44,7 @@ OUTSIDE = {
     ),
     **dict.fromkeys(("teacher.amortise", "teacher.read_threads", "teacher.device_map", "teacher.rank"), "placement"),
     **dict.fromkeys(("teacher.micro_batch", "teacher.offload", "teacher.nvme_path", "teacher.cache"), "placement"),
-    **dict.fromkeys(("checkpoint", "tracking"), "after the fact"),
+    **dict.fromkeys(("checkpoint", "tracking", "profile"), "after the fact"),
 }
 """Keys, or sections, that have no row, and why."""
 CONSTANTS = {"format", "reader", "task.kind", "form.kind"}
