@@ -22,6 +22,7 @@ from distiller.tasks.base import LossSum
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
 from distiller.training.buffer_rollback import BufferRollback
+from distiller.training.data_wait import DataWaitNotice
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
@@ -45,6 +46,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     )
     buffer_rollback = BufferRollback(run.student)
     profiler = StepProfiler(recipe.profile.steps, Path(recipe.output_dir), run.ranks, run.first_step)
+    data_wait = DataWaitNotice(recipe.train.num_workers, run.ranks)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         profiler.begin(step)
@@ -92,6 +94,10 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         is_saved = is_due(recipe.checkpoint, step, run.last_step, is_due_by_clock)
         is_saved = is_saved or is_save_postponed
         if is_logged:
+            times_ms = timer.read()
+            if step > run.first_step:
+                # Before that the loader's processes start.
+                data_wait.check(times_ms)
             metrics = {
                 "step": step,
                 "epoch": run.plan.epoch_of(step - 1),
@@ -101,7 +107,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
                 "grad_norm": None if gradient_norm is None else float(gradient_norm),
                 "optim/loss_scale": _loss_scale(run),
                 "optim/skipped_steps": int(guard.num_skipped),
-                **performance(run, timer.read(), batches),
+                **performance(run, times_ms, batches),
             }
             run.tracker.log(metrics)
         if is_logged or is_saved:

@@ -36,8 +36,8 @@ def test_copies_and_communication_count_where_nothing_runs_beside_them():
     assert shares.bound == "matrix products and attention"
     assert str(shares) == (
         "0.1 ms an update, bound by matrix products and attention: matrix products and attention 24%, the host 20%, "
-        "element-wise and other operations 16%, communication that nothing hides 15%, copies from and to the host that nothing hides 15%, "
-        "waiting for data 10%"
+        "element-wise and other operations 16%, communication that nothing hides 15%, copies from and to the host that "
+        "nothing hides 15%, waiting for data 10%"
     )
 
 

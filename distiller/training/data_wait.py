@@ -1,0 +1,35 @@
+"""Says, once, that updates wait for the loader."""
+
+from __future__ import annotations
+
+import os
+from typing import final
+
+from distiller.distributed.process import print_to_stderr
+from distiller.distributed.ranks import Ranks
+
+MAX_SHARE = 0.05
+"""Of an update's time, that it may wait for data without a word."""
+
+
+@final
+class DataWaitNotice:
+    """Prints a line on rank 0 the first time that updates wait longer than `MAX_SHARE`. Does not communicate."""
+
+    def __init__(self, num_workers: int, ranks: Ranks) -> None:
+        """`num_workers`: the recipe's `train.num_workers`."""
+        self._num_workers, self._is_due = num_workers, ranks.is_main
+        self._cores = max(len(os.sched_getaffinity(0)) // ranks.local_world_size, 1)
+
+    def check(self, times_ms: dict[str, float]) -> None:
+        """`times_ms`: of an update and its parts, as `StepTimer.read` returns them."""
+        share = times_ms["data"] / max(times_ms["step"], 1e-9)
+        if not self._is_due or share <= MAX_SHARE:
+            return
+        self._is_due = False
+        more = "more" if self._num_workers else "some"
+        print_to_stderr(
+            f"note: updates wait for data {share:.0%} of their time; {more} loader processes may hide that "
+            f"(train.num_workers is {self._num_workers}, and this rank has {self._cores} CPU "
+            f"{'core' if self._cores == 1 else 'cores'})"
+        )

@@ -1,0 +1,31 @@
+"""A run whose updates wait for the loader says so once, with what to change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from distiller.training.data_wait import MAX_SHARE, DataWaitNotice
+from tests.toy_network import setup
+
+RANKS = setup().ranks
+
+
+def test_long_waits_are_said_once(capsys):
+    notice = DataWaitNotice(0, RANKS)
+    notice.check({"step": 100.0, "data": 100 * MAX_SHARE})
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        notice.check({"step": 100.0, "data": 12.0})
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("note: updates wait for data 12% of their time; some loader processes may hide that")
+    assert "train.num_workers is 0" in line
+
+
+@pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
+def test_rank_0_says_it(capsys, rank, lines):
+    DataWaitNotice(2, replace(RANKS, rank=rank)).check({"step": 1.0, "data": 0.9})
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == lines
+    assert all("more loader processes" in line and "train.num_workers is 2" in line for line in said)
