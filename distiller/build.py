@@ -11,7 +11,6 @@ from typing import Any, final
 
 import torch
 from accelerate.tracking import get_available_trackers
-from accelerate.utils import DynamoBackend
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -28,9 +27,8 @@ from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import initialize_loader_worker, world_size
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
-from distiller.launch.block_compilation import MIN_UPDATES, compile_blocks
+from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.launch.checks import check_nvme_room
-from distiller.launch.compile import student_compile_mode
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
 from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
@@ -57,13 +55,13 @@ from distiller.tasks import open_task
 from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe, notices_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
-from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.training.optim import build_optimizer
 from distiller.training.run import Run
+from distiller.training.student_compilation import compile_student
 from distiller.training.student_memory import gpu_bytes, host_bytes
 from distiller.training.tracking import Tracker
 from distiller.training.update_plan import last_step_of, plan_updates
@@ -110,10 +108,11 @@ class Student:
     skipped_steps: int
 
 
-def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
+def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = None) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read.
 
     Every check that needs no weights comes before the first weight is read, and all ranks raise together.
+    `planned_updates`: of the run for which this shorter one stands, and as which it is compiled.
     """
     began = time.perf_counter()
     try:
@@ -123,7 +122,7 @@ def build(recipe: Recipe, resume: bool = False) -> Run | Finished:
         if resume and is_finished_by_files(recipe):
             return Finished(recipe.train.max_steps or 0)
         raise
-    session = join_world(default_recipe(task, recipe), task)
+    session = join_world(default_recipe(task, recipe), task, planned_updates)
     setup, head_bytes = _place_teacher(session)
     check_same_data(task, session.ranks)
     claim, cached, identity = _claim_folder(session, resume)
@@ -260,9 +259,19 @@ def _prepare_student(session: Session[Any], identity: Identity, steps_done: int)
     ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
     if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
         task.enable_gradient_checkpointing(trained)
-    _compile_student(session, trained)
     ranks.barrier()
     module, optimizer = world.accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
+    is_automatic = recipe.train.compile == "auto"
+    is_compiled = compile_student(
+        module,
+        task.block_classes,
+        session.student_compile_mode,
+        is_automatic=is_automatic,
+        sizes_vary=task.network.sizes_vary,
+        moves_weights=world.engine == "fsdp2" or session.plan.accumulation_steps > 1,
+    )
+    if is_compiled and is_automatic:
+        world.accelerator.print(f"train.compile auto: {session.student_compile_mode} ({MIN_UPDATES} updates or more)")
     state = open_state(world.engine, world.accelerator, module, optimizer)
     decay = recipe.train.ema_decay
     average = None if decay is None else MovingAverage(state, decay)
@@ -272,20 +281,6 @@ def _prepare_student(session: Session[Any], identity: Identity, steps_done: int)
     if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
         checkpoints.reserve()
     return Student(module, num_parameters, optimizer, average, checkpoints, skipped_steps)
-
-
-def _compile_student(session: Session[Any], trained: TrainedStudent) -> None:
-    """Compiles the student's blocks, unless the launch file has Accelerate do so. Rank 0 prints what `auto` chose."""
-    recipe, accelerator, engine = session.recipe, session.accelerator, session.world.engine
-    plugin = accelerator.state.dynamo_plugin
-    if plugin is not None and plugin.backend is not DynamoBackend.NO:
-        return
-    mode = student_compile_mode(recipe, engine, accelerator.device, session.last_step)
-    if recipe.train.compile == "auto" and mode != "none":
-        accelerator.print(f"train.compile auto: {mode} (the run has {MIN_UPDATES} updates or more)")
-    classes = session.task.block_classes
-    blocks = (block for block in trained.model.modules() if type(block).__name__ in classes)
-    compile_blocks(blocks, mode, moves_weights=engine == "fsdp2")
 
 
 def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:

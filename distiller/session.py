@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar, final
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DynamoBackend
 from torch.utils.data import Dataset
 
 from distiller.config.recipe import Recipe
@@ -17,7 +18,8 @@ from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedUserError
 from distiller.launch.accelerator import World, open_world
-from distiller.launch.block_compilation import compile_mode
+from distiller.launch.block_compilation import MIN_UPDATES, compile_mode, why_no_compiler
+from distiller.launch.compile import student_compile_mode
 from distiller.launch.fsdp import FsdpLaunch, wrapped_classes
 from distiller.run_folder.output_dir import check_shared_stages
 from distiller.storage.durable_writes import missing_durability
@@ -33,7 +35,11 @@ TaskT = TypeVar("TaskT", bound=Task[Any, Any])
 @final
 @dataclass(frozen=True)
 class Session(Generic[TaskT]):
-    """A recipe and its task in the processes that were launched. Made before any weight is read."""
+    """A recipe and its task in the processes that were launched. Made before any weight is read.
+
+    Attributes:
+        student_compile_mode, teacher_compile_mode: of torch.compile, for blocks that can be compiled; or `none`.
+    """
 
     recipe: Recipe
     task: TaskT
@@ -42,6 +48,8 @@ class Session(Generic[TaskT]):
     plan: UpdatePlan
     last_step: int
     teacher_dtype: torch.dtype
+    student_compile_mode: str = "none"
+    teacher_compile_mode: str = "none"
 
     @property
     def accelerator(self) -> Accelerator:
@@ -59,21 +67,36 @@ def fsdp_units(fsdp: FsdpLaunch, task: Task[Any, Any]) -> tuple[str, ...]:
     return wrapped_classes(fsdp, task.student_skeleton(), task.block_classes)
 
 
-def join_world(recipe: Recipe, task: TaskT) -> Session[TaskT]:
-    """Creates the Accelerator and joins the other ranks. Communicates; raises UserError."""
+def join_world(recipe: Recipe, task: TaskT, planned_updates: int | None = None) -> Session[TaskT]:
+    """Creates the Accelerator and joins the other ranks. Communicates; raises UserError.
+
+    `planned_updates`: of the run for which a dry run stands.
+    """
     world = open_world(recipe, lambda fsdp: fsdp_units(fsdp, task))
     device = world.accelerator.device
     plan = plan_updates(recipe, task.num_samples, world.accumulation_steps, world.accelerator.num_processes)
     dtype = teacher_dtype(recipe.teacher.dtype, device)
-    return Session(recipe, task, world, Ranks.join(device), plan, last_step_of(recipe, plan), dtype)
+    last_step = last_step_of(recipe, plan)
+    num_updates = planned_updates or last_step
+    plugin = world.accelerator.state.dynamo_plugin
+    if plugin is not None and plugin.backend is not DynamoBackend.NO:
+        student_mode = "none"  # Accelerate compiles it, as the launch file or the environment says.
+    else:
+        student_mode = student_compile_mode(recipe, world.engine, device, num_updates)
+    teacher_mode = compile_mode(recipe.teacher.compile, device, num_updates, "teacher.compile")
+    is_automatic = "auto" in (recipe.train.compile, recipe.teacher.compile)
+    if is_automatic and num_updates >= MIN_UPDATES and (why_not := why_no_compiler(device)):
+        world.accelerator.print(f"note: no blocks are compiled: {why_not}")
+    ranks = Ranks.join(device)
+    return Session(recipe, task, world, ranks, plan, last_step, dtype, student_mode, teacher_mode)
 
 
 def teacher_setup(session: Session[Any], reserved_bytes: int = 0, reserved_host_bytes: int = 0) -> Setup:
     """What a placement is built with, `auto` not resolved yet; the bytes are those of `Setup`."""
     under_deepspeed = session.world.engine.startswith("deepspeed")
     options, ranks = session.recipe.teacher, session.ranks
-    mode = compile_mode(options.compile, ranks.device, session.last_step)
-    return Setup(session.teacher_dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode)
+    dtype, mode = session.teacher_dtype, session.teacher_compile_mode
+    return Setup(dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode)
 
 
 def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:

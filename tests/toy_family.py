@@ -53,6 +53,7 @@ class ToyArchitecture(Architecture):
 
     model_class = PixArtTransformer2DModel
     part = "transformer"
+    sizes_vary = False
     keys_equal_to_teacher: ClassVar = {"in_channels": "input channels", "caption_channels": "text width"}
     cut_keys: ClassVar = {"num_layers": "num_layers"}
 

@@ -15,7 +15,6 @@ import torch
 from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import SessionTotals
 from distiller.config.recipe import Recipe
-from distiller.data.order import UpdatePlan
 from distiller.distributed.process import is_main_process, world_size
 from distiller.distributed.rank_failure import is_lost_rank_error
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals
@@ -30,7 +29,7 @@ from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import train as run_loop
 from distiller.training.run import Outcome, Run
 from distiller.training.tracking import GIB, last_metrics
-from distiller.training.update_plan import last_step_of
+from distiller.training.update_plan import last_step_of, plan_updates
 
 DRY_RUN_STEPS = 3
 FLOAT32_BYTES = 4
@@ -95,11 +94,11 @@ def dry_run(recipe: Recipe) -> None:
     if is_main_process():
         shutil.rmtree(folder, ignore_errors=True)
     shortened = _shortened(recipe, folder)
-    run = build(shortened)
+    whole = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, world_size()), world_size())
+    steps = last_step_of(recipe, whole)
+    run = build(shortened, planned_updates=steps)
     assert isinstance(run, Run)
     metrics = run_loop(run).metrics
-    whole = UpdatePlan(task.num_samples, *run.plan.split)
-    steps = last_step_of(recipe, whole)
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
     if recipe.stage_updates is not None and shortened.stage_updates is not None:
         longer = recipe.stage_updates / shortened.stage_updates

@@ -49,6 +49,9 @@ class Architecture(ABC):
     cut_keys: ClassVar[Mapping[str, str]]
     """Keys of the recipe's `student` that cut a student out of the teacher -> the config keys that they set."""
 
+    sizes_vary: ClassVar[bool]
+    """Whether inputs of the blocks have other sizes from batch to batch, but for a last, smaller one."""
+
     @property
     def name(self) -> str:
         """Name of the model class."""

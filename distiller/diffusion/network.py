@@ -35,6 +35,7 @@ class DiffusionNetwork(Network):
 
     def __init__(self, family: Family, max_sequence_length: int) -> None:
         self._files, self.architecture = family.files, family.architecture
+        self.sizes_vary = family.architecture.sizes_vary
         self._max_sequence_length = max_sequence_length
         self.origin = f"teacher.path: {self._files.source}"
         self.module_names = tuple(self._files.configs)

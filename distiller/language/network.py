@@ -33,6 +33,8 @@ class LanguageNetwork(Network):
     [B, L, H].
     """
 
+    sizes_vary = True
+
     def __init__(self, files: LanguageFiles, student_vocabulary: int | None = None) -> None:
         """Reads no weights.
 

@@ -44,10 +44,26 @@ def check_compile(recipe: Recipe, options: Mapping[str, Any], engine: str = "") 
             f"compilation ({chosen}) is not supported with {NEVER_COMPILED[engine]}, or do not compile "
             "(train.compile=none, and no dynamo_config in the launch file)"
         )
+    if wanted == "reduce-overhead" and asked == "none":
+        _check_cuda_graphs(recipe, engine)
     if recipe.task.losses.features.weight and asked != "none":
         raise UserError(
             "task.losses.features reads the blocks' outputs by hooks, which blocks that Accelerate compiles do not "
             "call anew; set its weight to 0, or take dynamo_config out of the launch file and set train.compile"
+        )
+
+
+def _check_cuda_graphs(recipe: Recipe, engine: str) -> None:
+    """UserError where the graphs of `reduce-overhead`, each with memory of its own, would read what is gone."""
+    why_not = ""
+    if engine == "fsdp2":
+        why_not = "FSDP2 gathers weights into other memory each time"
+    elif (recipe.train.gradient_accumulation_steps or 1) > 1 or recipe.train.samples_per_update is not None:
+        why_not = "an update may have several micro-batches, whose outputs would overwrite each other"
+    if why_not:
+        raise UserError(
+            f"train.compile is reduce-overhead, which records CUDA graphs, and {why_not}; set it to default or "
+            "max-autotune"
         )
 
 
@@ -57,6 +73,12 @@ def student_compile_mode(recipe: Recipe, engine: str, device: torch.device, num_
     Args:
         engine: the name in summary.json.
         num_updates: of the whole run, so that a resumed run compiles as the first one did.
+
+    Raises:
+        UserError: a mode is asked for that this engine or machine cannot have.
     """
-    is_ruled_out = engine.startswith(tuple(NEVER_COMPILED))
-    return "none" if is_ruled_out else compile_mode(recipe.train.compile, device, num_updates)
+    if not engine.startswith(tuple(NEVER_COMPILED)):
+        return compile_mode(recipe.train.compile, device, num_updates)
+    if recipe.train.compile not in ("auto", "none"):
+        raise UserError(f"train.compile is {recipe.train.compile}, which {engine} does not support; set it to none")
+    return "none"

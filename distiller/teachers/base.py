@@ -67,6 +67,9 @@ class Network(ABC):
     rename: Rename | None = None
     """A tensor's name in the files -> its name in the module. None: the names are equal, and all tensors are used."""
 
+    sizes_vary: bool = False
+    """Whether inputs of the blocks have other sizes from batch to batch, but for a last, smaller one."""
+
     num_replicated_head_parameters: int = 0
     """Number of parameters outside of the modules: the output layer, where the task holds it on every rank."""
 

@@ -10,7 +10,7 @@ import torch
 from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
-from distiller.launch.block_compilation import MIN_UPDATES
+from distiller.launch.block_compilation import MIN_UPDATES, loops_over_positions
 from distiller.teachers.base import Network, Setup, Teacher
 from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
 from distiller.teachers.fitting import advice, check_fits, choose, device_packing, fitting
@@ -54,8 +54,10 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     else:
         check_fits(options, needs, budget, lambda: fits(True))
     mode = "none" if why_not_compiled(options, setup.under_deepspeed) else setup.compile_mode
+    if options.compile == "auto" and mode != "none" and _loops_over_positions(network, setup):
+        mode = "none"
     if options.compile == "auto" and mode != "none" and ranks.is_main:
-        print(f"teacher.compile auto: {mode} (the run has {MIN_UPDATES} updates or more)")
+        print(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
     return replace(setup, options=options, compile_mode=mode)
 
 
@@ -70,12 +72,24 @@ def open_teacher(network: Network, setup: Setup) -> Teacher:
 
 
 def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, device: torch.device) -> Teacher:
-    """The teacher for a command of one process, under the placement most similar to the recipe's. Raises UserError."""
+    """The teacher for a command of one process, under the placement most similar to the recipe's. Raises UserError.
+
+    Its blocks are not compiled: such a command asks few times.
+    """
+    options = options.model_copy(update={"compile": "none"})
     if options.placement != AUTO:
         spec = PLACEMENTS[options.placement]
         num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         options = options.model_copy(update=dict(spec.alone(spec.options.of(options), num_gpus)))
     return open_teacher(network, Setup(dtype, options, Ranks.join(device)))
+
+
+def _loops_over_positions(network: Network, setup: Setup) -> bool:
+    for name in network.module_names:
+        module = network.skeleton(name, setup.dtype)
+        if any(loops_over_positions(module.get_submodule(block)) for block in network.block_names(name)):
+            return True
+    return False
 
 
 def _check_given_map(network: Network, setup: Setup) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from distiller.errors import UserError
+from distiller.launch import block_compilation
 from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.launch.compile import check_compile, student_compile_mode
 from distiller.launch.request import read_launch_file
@@ -68,6 +69,28 @@ def test_engines_that_work_inside_the_blocks_are_refused(make_recipe, engine):
         ("max-autotune", "single", "cpu", 1, "max-autotune"),
     ],
 )
-def test_the_student_is_compiled_where_the_run_earns_it_back(make_recipe, wanted, engine, device, num_updates, mode):
+def test_the_student_is_compiled_in_long_runs(monkeypatch, make_recipe, wanted, engine, device, num_updates, mode):
+    monkeypatch.setattr(block_compilation, "why_no_compiler", lambda device: "")
     recipe = make_recipe(train={"compile": wanted})
     assert student_compile_mode(recipe, engine, torch.device(device), num_updates) == mode
+
+
+def test_an_engine_that_no_file_named_is_refused_too(make_recipe):
+    recipe = make_recipe(train={"compile": "default"})
+    with pytest.raises(UserError, match=r"train.compile is default, which deepspeed-zero3 does not support"):
+        student_compile_mode(recipe, "deepspeed-zero3", torch.device("cpu"), 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "train", "words"),
+    [
+        ("fsdp2", {}, "FSDP2 gathers weights into other memory"),
+        ("", {"gradient_accumulation_steps": 2}, "several micro-batches"),
+        ("", {"samples_per_update": 32}, "several micro-batches"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_their_memory_is_used_anew(make_recipe, engine, train, words):
+    recipe = make_recipe(train={"compile": "reduce-overhead", **train})
+    with pytest.raises(UserError, match=f"train.compile is reduce-overhead, .*{words}.*; set it to default"):
+        check_compile(recipe, {}, engine)
+    check_compile(make_recipe(train={"compile": "reduce-overhead"}), {}, "")

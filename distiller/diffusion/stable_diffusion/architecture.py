@@ -32,6 +32,7 @@ class UNetArchitecture(Architecture):
 
     model_class = UNet2DConditionModel
     part = "unet"
+    sizes_vary = False
     keys_equal_to_teacher: ClassVar = {
         "in_channels": "input channels",
         "out_channels": "output channels",

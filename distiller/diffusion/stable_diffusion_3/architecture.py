@@ -28,6 +28,7 @@ class SD3Architecture(Architecture):
 
     model_class = SD3Transformer2DModel
     part = "transformer"
+    sizes_vary = False
     keys_equal_to_teacher: ClassVar = {
         "in_channels": "input channels",
         "out_channels": "output channels",

@@ -28,6 +28,7 @@ class WanArchitecture(Architecture):
 
     model_class = WanTransformer3DModel
     part = "transformer"
+    sizes_vary = True  # text has the length of the batch's longest prompt, and two experts share a batch
     keys_equal_to_teacher: ClassVar = {
         "in_channels": "input channels",
         "out_channels": "output channels",

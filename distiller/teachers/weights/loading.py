@@ -46,7 +46,8 @@ def plan_modules(network: Network, setup: Setup, is_reader: bool, dtype: torch.d
     plans: list[ModulePlan] = []
     for name in network.module_names:
         module = network.skeleton(name, dtype or setup.dtype)
-        compile_blocks([module.get_submodule(block) for block in network.block_names(name)], setup.compile_mode)
+        blocks = [module.get_submodule(block) for block in network.block_names(name)]
+        compile_blocks(blocks, setup.compile_mode, sizes_vary=network.sizes_vary)
         plans.append(ModulePlan(name, module, lay_out(module, network.block_names(name)), None))
 
     def open_files() -> None:
