@@ -19,6 +19,7 @@ from distiller.errors import AgreedError, UserError
 from distiller.teachers import Outputs, Request, Teacher
 from distiller.teachers.base import Call
 from distiller.teachers.factory import open_teacher
+from distiller.teachers.weights.layout import ALIGNMENT
 from tests import toys
 from tests.distributed.ranks import on_ranks
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -200,9 +201,10 @@ def seen(tmp_path_factory) -> Callable[[Callable], list[Any]]:
 def test_the_other_ranks_hold_nothing(seen):
     (told, elsewhere, left_elsewhere), (told_by_holder, held, left) = seen(hold)
     assert told == told_by_holder > 80_000
-    assert elsewhere == left_elsewhere == left == 0
-    # The files' tensors, each at a multiple of 256 bytes, and the buffers that a module makes itself.
-    assert held == told
+    # The files' tensors, each at a multiple of 256 bytes, and the buffers that a module makes itself. A message that
+    # gloo's threads have not let go of yet is smaller than any of them.
+    assert told <= held < told + ALIGNMENT
+    assert max(elsewhere, left_elsewhere, left) < ALIGNMENT
 
 
 def test_uneven_batches_run_together_and_come_back_to_their_owners(seen):
