@@ -99,8 +99,16 @@ def recipe_of(family: str, folder: Path, **sections: Any) -> dict[str, Any]:
 
 
 CHECKPOINTED = ("wan", "llama", "vit")
-RUNS = [(family, family in CHECKPOINTED) for family in ("wan", *toy_pictures.KINDS, "llama", "gemma2", "resnet", "vit")]
-SLOW_RUNS = [("sd", True), ("llama", False), ("wan", False), ("vit", False), ("gpt2", False), ("qwen2", False)]
+RUNS = [(family, family in CHECKPOINTED) for family in ("wan", "sd3", "llama", "gemma2", "resnet", "vit")]
+SLOW_RUNS = [
+    ("sd", False),
+    ("sd", True),
+    ("llama", False),
+    ("wan", False),
+    ("vit", False),
+    ("gpt2", False),
+    ("qwen2", False),
+]
 
 
 @pytest.mark.parametrize(
