@@ -91,13 +91,15 @@ def compile_blocks(
         return
     if mode == "max-autotune" and moves_weights:
         mode = "max-autotune-no-cudagraphs"
+    config: Any = torch._dynamo.config
+    # DDP's buckets need no cuts inside a block: its gradients are ready together, while earlier blocks still compute.
+    config.optimize_ddp = False
     # None, torch's default, would make code for the first sizes alone and, once they change, for all.
     options: dict[str, Any] = {"mode": mode, "dynamic": sizes_vary}
     if "recompile_limit" in inspect.signature(torch.compile).parameters:
         # Of this call in all threads, and apart from other models whose blocks run the same function.
         options |= {"recompile_limit": MAX_VARIANTS, "isolate_recompiles": True}
     else:
-        config: Any = torch._dynamo.config
         config.recompile_limit = max(config.recompile_limit, MAX_VARIANTS)
     compiled: dict[Any, Any] = {}
     for block in blocks:

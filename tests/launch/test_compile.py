@@ -1,4 +1,4 @@
-"""A student that the launch file compiles: the same numbers, and names without the compiler's wrapper."""
+"""A student that is compiled by the launch file or the recipe: the same numbers, and names without a wrapper."""
 
 from __future__ import annotations
 
@@ -36,3 +36,14 @@ def test_ddp_with_a_compiled_student_equals_one_process(toy, reference, tmp_path
     files = [file for file in (tmp_path / "run").rglob("*") if file.is_file() and "checkpoints" in file.parts]
     assert any(file.suffix == ".safetensors" for file in files)
     assert [file for file in files if b"_orig_mod" in file.read_bytes()] == []
+
+
+def test_ddp_with_blocks_that_the_recipe_compiles_equals_one_process(toy, reference, tmp_path):
+    """By inductor, teacher and student."""
+    options = ["train.compile=default", "teacher.compile=default", "train.batch_size=4"]
+    arguments = ["train", str(toy / "recipe.yaml"), f"output_dir={tmp_path / 'run'}", *options]
+    result = launch(CONFIGS / "cpu_2proc.yaml", *arguments, timeout_s=280)
+    assert result.code == 0, result.stderr
+    toys.assert_same_run(tmp_path / "run", reference)
+    exported = "student/diffusion_pytorch_model.safetensors"
+    assert names(tmp_path / "run" / exported) == names(reference / exported)
