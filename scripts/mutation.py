@@ -64,7 +64,14 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
                 "language_data_*",
                 "unused_ids",
             ),
-            *("logit_families", "language_types", "student_tokenizers", "small_data", "tokens_beyond_the_models"),
+            *(
+                "logit_families",
+                "language_types",
+                "student_tokenizers",
+                "small_data",
+                "tokens_beyond_the_models",
+                "language_task",
+            ),
         ),
     ),
     "vision": (

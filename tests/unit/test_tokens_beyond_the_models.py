@@ -60,6 +60,13 @@ def test_a_token_that_no_data_needs_is_left_out(tmp_path, own):
     assert int(batch.batch.input_ids.max()) < IDS
 
 
+def test_a_token_that_only_the_student_has_is_left_out_too(tmp_path):
+    file = toy_causal_lm.write_config(tmp_path / "s.json", toy_causal_lm.llama_config(vocab_size=IDS + 8))
+    task = task_of(tmp_path, tokenizer(image=IDS), student={"num_layers": None, "config": str(file)})
+    (notice,) = [line for line in task.notices() if "left out" in line]
+    assert f"with id {IDS}" in notice
+
+
 def test_a_token_that_the_data_needs_is_refused(tmp_path):
     with pytest.raises(UserError, match=f"document 1 holds the token id {IDS}, and .* have {IDS} ids in common"):
         task_of(tmp_path, tokenizer(image=IDS), text="the image")
