@@ -84,7 +84,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *("distiller/student_state/moving_average.py", "distiller/tasks/micro_batch.py"),
             *("distiller/data/order.py", "distiller/checkpoint/schedule.py"),
         ),
-        ("optim", "order", "reference_training", "trainer"),
+        ("optim", "order", "reference_training", "trainer", "cache*"),
     ),
 }
 """Group -> (files, names of the unit tests that run first)."""

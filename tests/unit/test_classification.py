@@ -38,6 +38,7 @@ from distiller.vision.files import Processor, find_classifier
 from distiller.vision.labels import class_numbers
 from distiller.vision.library import new_model
 from distiller.vision.objective import cross_entropy, tempered_divergence
+from distiller.vision.prediction_grid import prediction_grid
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import inspect_model
@@ -103,6 +104,12 @@ class TestStructure:
             task = open_task(parse(make_data(kind)))
             batch = task.collate([task.load_data(setup().ranks, None)[0, index] for index in range(3)])
             assert task.tokens(batch) == 3 * positions
+
+    def test_a_grid_holds_pictures_of_any_size(self):
+        small, wide = np.zeros((8, 6, 3), np.uint8), np.zeros((10, 40, 3), np.uint8)
+        both = prediction_grid([small, wide], ["cat", "dog"], [0, None], {"student": [1, 0]})
+        one = prediction_grid([wide, wide], ["cat", "dog"], [0, None], {"student": [1, 0]})
+        assert both.size == one.size
 
     def test_a_model_whose_layers_hide_is_one_unit(self):
         assert inspect_model(PoolFormerConfig(), (3, 224, 224)).block_names == ()
