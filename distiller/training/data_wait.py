@@ -14,12 +14,16 @@ MAX_SHARE = 0.05
 
 @final
 class DataWaitNotice:
-    """Prints a line on rank 0 the first time that updates wait longer than `MAX_SHARE`. Does not communicate."""
+    """Prints a line on rank 0 the first time that updates wait longer than `MAX_SHARE`. Does not communicate.
+
+    Does nothing where this rank has no core left for another loader process.
+    """
 
     def __init__(self, num_workers: int, ranks: Ranks) -> None:
         """`num_workers`: the recipe's `train.num_workers`."""
-        self._num_workers, self._is_due = num_workers, ranks.is_main
-        self._cores = max(len(os.sched_getaffinity(0)) // ranks.local_world_size, 1)
+        self._num_workers = num_workers
+        self._cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
+        self._is_due = ranks.is_main and self._cores > num_workers + 1
 
     def check(self, times_ms: dict[str, float]) -> None:
         """`times_ms`: of an update and its parts, as `StepTimer.read` returns them."""
@@ -30,6 +34,5 @@ class DataWaitNotice:
         more = "more" if self._num_workers else "some"
         print_to_stderr(
             f"note: updates wait for data {share:.0%} of their time; {more} loader processes may hide that "
-            f"(train.num_workers is {self._num_workers}, and this rank has {self._cores} CPU "
-            f"{'core' if self._cores == 1 else 'cores'})"
+            f"(train.num_workers is {self._num_workers}, and this rank has {self._cores} CPU cores)"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,11 @@ from distiller.training.data_wait import MAX_SHARE, DataWaitNotice
 from tests.toy_network import setup
 
 RANKS = setup().ranks
+
+
+@pytest.fixture(autouse=True)
+def four_cores(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
 
 
 def test_long_waits_are_said_once(capsys):
@@ -29,3 +35,9 @@ def test_rank_0_says_it(capsys, rank, lines):
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
     assert all("more loader processes" in line and "train.num_workers is 2" in line for line in said)
+
+
+@pytest.mark.parametrize(("num_workers", "num_ranks"), [(3, 1), (0, 4), (1, 2)])
+def test_nothing_is_advised_where_no_core_is_left(capsys, num_workers, num_ranks):
+    DataWaitNotice(num_workers, replace(RANKS, local_world_size=num_ranks)).check({"step": 1.0, "data": 0.9})
+    assert capsys.readouterr().err == ""
