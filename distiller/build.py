@@ -18,7 +18,7 @@ from distiller.cache.layout import Layout
 from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
-from distiller.checkpoint.resuming import verify
+from distiller.checkpoint.resuming import compilation_notices, verify
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
@@ -125,7 +125,7 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
     session = join_world(default_recipe(task, recipe), task, planned_updates)
     setup, head_bytes = _place_teacher(session)
     check_same_data(task, session.ranks)
-    claim, cached, identity = _claim_folder(session, resume)
+    claim, cached, identity = _claim_folder(session, setup, resume)
     if claim.is_finished:
         session.accelerator.end_training()
         return Finished(session.last_step)
@@ -183,7 +183,9 @@ def _place_teacher(session: Session[Any]) -> tuple[Setup, int]:
     return setup, head_bytes
 
 
-def _claim_folder(session: Session[Any], resume: bool) -> tuple[Claim, tuple[Layout, int] | None, Identity]:
+def _claim_folder(
+    session: Session[Any], setup: Setup, resume: bool
+) -> tuple[Claim, tuple[Layout, int] | None, Identity]:
     """Makes the output folder this run's and says what it is: the last checks before weights are read. Communicates.
 
     Returns:
@@ -191,6 +193,7 @@ def _claim_folder(session: Session[Any], resume: bool) -> tuple[Claim, tuple[Lay
     """
     recipe, task, ranks, world = session.recipe, session.task, session.ranks, session.world
     plan, dtype, last_step = session.plan, session.teacher_dtype, session.last_step
+    asks_teacher = task.needs_live_teacher and recipe.teacher.placement != "cached"
     identity = Identity(
         engine=world.engine,
         world_size=world.accelerator.num_processes,
@@ -199,6 +202,8 @@ def _claim_folder(session: Session[Any], resume: bool) -> tuple[Claim, tuple[Lay
         data_digest=task.data_digest,
         mixed_precision=world.mixed_precision,
         teacher_dtype=str(dtype).removeprefix("torch."),
+        student_compile=session.student_compile_mode,
+        teacher_compile=setup.compile_mode if asks_teacher else "none",
     )
     finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
@@ -219,6 +224,8 @@ def _claim_folder(session: Session[Any], resume: bool) -> tuple[Claim, tuple[Lay
     if claim.steps_done:
         verify(folder, claim.steps_done, ranks)
     print_notices(session, notices)
+    if claim.resumed is not None:
+        print_notices(session, compilation_notices(claim.resumed, identity))
     _print_plan(session)
     return claim, cached, identity
 

@@ -27,7 +27,8 @@ OLDER_NAMES = ("model.safetensors", "optimizer.pt", "engine", "average.safetenso
 class Identity:
     """What determines an update's result (compared on resume), and how the student was sharded (engine, world_size).
 
-    `mixed_precision` and `teacher_dtype` have `auto` resolved.
+    `mixed_precision`, `teacher_dtype` and the modes of torch.compile have `auto` resolved. The modes may differ on
+    resume, which is said: they change roundings alone. Older files have none, and nothing was compiled.
     """
 
     engine: str
@@ -37,6 +38,8 @@ class Identity:
     data_digest: str
     mixed_precision: str
     teacher_dtype: str
+    student_compile: str = "none"
+    teacher_compile: str = "none"
 
 
 @final

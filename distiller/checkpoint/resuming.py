@@ -45,6 +45,20 @@ def check_resumable(run_dir: Path, step: int, identity: Identity) -> Progress:
     return progress
 
 
+def compilation_notices(saved: Identity, now: Identity) -> list[str]:
+    """A line for each model that was compiled otherwise when the checkpoint was written."""
+    modes = {
+        "train.compile": (saved.student_compile, now.student_compile),
+        "teacher.compile": (saved.teacher_compile, now.teacher_compile),
+    }
+    return [
+        f"--resume: {key} was {before} up to this checkpoint and is {after} now, so that roundings change here; "
+        f"{key}={before} goes on bit for bit"
+        for key, (before, after) in modes.items()
+        if before != after
+    ]
+
+
 def verify(run_dir: Path, step: int, ranks: Ranks) -> None:
     """Reads all files of `step-N`, a share of them on each rank, and compares their digests. Communicates.
 

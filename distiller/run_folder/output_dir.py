@@ -50,11 +50,15 @@ def may_change_on_resume() -> tuple[str, ...]:
 @final
 @dataclass(frozen=True)
 class Claim:
-    """The state of the run's folder. Finished means that the summary, which a run writes last, is there."""
+    """The state of the run's folder. Finished means that the summary, which a run writes last, is there.
+
+    `resumed`: of the run that wrote the checkpoint; None where there is none.
+    """
 
     steps_done: int
     is_finished: bool
     is_new: bool = False
+    resumed: Identity | None = None
 
     def resume_message(self, folder: Path, last_step: int) -> str:
         """One line that says from which step a resumed run continues."""
@@ -121,7 +125,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         return Claim(last_step, is_finished=True)
     folder = Path(recipe.output_dir)
     recipe_file = folder / RECIPE_FILE
-    done, is_new = 0, not os.path.isfile(recipe_file)
+    done, is_new, resumed = 0, not os.path.isfile(recipe_file), None
     if not is_new:
         done = latest_step(folder)
         if done > last_step:
@@ -130,7 +134,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
                 "train.max_steps or train.num_epochs"
             )
         if done:
-            check_resumable(folder, done, identity)
+            resumed = check_resumable(folder, done, identity).identity
     if recipe.cache_dir is not None:
         try:
             Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
@@ -142,7 +146,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         write_durably(recipe_file, dump(with_absolute_paths(recipe)))
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, is_finished=False, is_new=is_new)
+    return Claim(done, is_finished=False, is_new=is_new, resumed=resumed)
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:

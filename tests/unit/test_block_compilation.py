@@ -289,3 +289,18 @@ def test_auto_compiles_what_the_placement_can(tmp_path, capsys, placement, mode)
     assert resolved.compile_mode == mode
     said = f"teacher.compile auto: default ({MIN_UPDATES} updates or more)"
     assert (said in capsys.readouterr().out) == (mode == "default")
+
+
+def test_a_resumed_run_that_compiles_otherwise_says_so(tmp_path, whole_graphs, capsys):
+    del whole_graphs
+    options: dict[str, Any] = {"output_dir": str(tmp_path / "run")}
+    commands.train(parse(recipe_of("vit", tmp_path, **options)), False)
+    forget_accelerator()
+    longer = {"train": {"max_steps": 4, "compile": "default"}, "teacher": {"compile": "none"}}
+    commands.train(parse(recipe_of("vit", tmp_path, **options, **longer)), True)
+    forget_accelerator()
+    said = [line for line in capsys.readouterr().out.splitlines() if "roundings" in line]
+    assert said == [
+        "note: --resume: train.compile was none up to this checkpoint and is default now, so that roundings change "
+        "here; train.compile=none goes on bit for bit"
+    ]
