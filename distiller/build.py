@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from accelerate.tracking import get_available_trackers
-from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 from distiller.cache.layout import Layout
@@ -19,7 +17,6 @@ from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import compilation_notices, verify
-from distiller.checkpoint.saving import Checkpoints
 from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler
@@ -27,10 +24,8 @@ from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import initialize_loader_worker, world_size
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
-from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.launch.checks import check_nvme_room
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
-from distiller.run_folder.inputs import record_inputs
 from distiller.run_folder.output_dir import (
     Claim,
     check_output_dir,
@@ -49,8 +44,7 @@ from distiller.session import (
     print_notices,
     teacher_setup,
 )
-from distiller.student_state.factory import open_state
-from distiller.student_state.moving_average import MovingAverage
+from distiller.student_preparation import Student, prepare_student
 from distiller.tasks import open_task
 from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe, notices_of
@@ -59,9 +53,7 @@ from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization_error import measure_error
 from distiller.teachers.rules import check_placement
-from distiller.training.optim import build_optimizer
 from distiller.training.run import Run
-from distiller.training.student_compilation import compile_student
 from distiller.training.student_memory import gpu_bytes, host_bytes
 from distiller.training.tracking import Tracker
 from distiller.training.update_plan import last_step_of, plan_updates
@@ -95,19 +87,6 @@ class Stages:
     took_s: float
 
 
-@final
-@dataclass(frozen=True)
-class Student:
-    """What is trained, prepared by Accelerate, at the step where the run continues."""
-
-    module: nn.Module
-    num_parameters: int
-    optimizer: torch.optim.Optimizer
-    average: MovingAverage | None
-    checkpoints: Checkpoints
-    skipped_steps: int
-
-
 def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = None) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read.
 
@@ -130,7 +109,7 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
         session.accelerator.end_training()
         return Finished(session.last_step)
     stages = _run_stages(session, setup, cached)
-    student = _prepare_student(session, identity, claim.steps_done)
+    student = prepare_student(session, identity, claim.steps_done)
     loader = _open_loader(session, stages, claim.steps_done)
     return _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes)
 
@@ -254,40 +233,6 @@ def _run_stages(session: Session[Any], setup: Setup, cached: tuple[Layout, int] 
         teacher.close()
         teacher = None
     return Stages(teacher, placement, data, collation, quantization_error, took_s)
-
-
-def _prepare_student(session: Session[Any], identity: Identity, steps_done: int) -> Student:
-    """Builds the student and its optimizer, has the engine shard them, and loads a checkpoint. Communicates."""
-    recipe, task, ranks, world = session.recipe, session.task, session.ranks, session.world
-    run_dir = Path(recipe.output_dir)
-    trained = task.build_student()
-    num_parameters = trained.num_model_parameters()
-    # Not before: a hub's weights are there by now.
-    ranks.broadcast_from_main(lambda: record_inputs(recipe, run_dir))
-    if recipe.train.gradient_checkpointing or (world.fsdp is not None and world.fsdp.recomputes):
-        task.enable_gradient_checkpointing(trained)
-    ranks.barrier()
-    module, optimizer = world.accelerator.prepare(trained, build_optimizer(trained, recipe.optim))
-    is_automatic = recipe.train.compile == "auto"
-    is_compiled = compile_student(
-        module,
-        task.block_classes,
-        session.student_compile_mode,
-        is_automatic=is_automatic,
-        sizes_vary=task.network.sizes_vary,
-        moves_weights=world.engine == "fsdp2" or session.plan.accumulation_steps > 1,
-    )
-    if is_compiled and is_automatic:
-        world.accelerator.print(f"train.compile auto: {session.student_compile_mode} ({MIN_UPDATES} updates or more)")
-    state = open_state(world.engine, world.accelerator, module, optimizer)
-    decay = recipe.train.ema_decay
-    average = None if decay is None else MovingAverage(state, decay)
-    checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
-    ranks.broadcast_from_main(checkpoints.remove_stale)
-    skipped_steps = checkpoints.load(steps_done) if steps_done else 0
-    if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
-        checkpoints.reserve()
-    return Student(module, num_parameters, optimizer, average, checkpoints, skipped_steps)
 
 
 def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:

@@ -26,6 +26,7 @@ LAYERS = [
     ["cache"],
     ["export"],
     ["session"],
+    ["student_preparation"],
     ["build"],
     ["commands"],
     ["cli"],
