@@ -1,4 +1,4 @@
-"""Time of the parts of a step, measured without synchronisation: by events on a GPU, by the clock on a CPU."""
+"""Time of the parts of a step: by events on a GPU, without synchronisation until they are read; else by the clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ PARTS = ("data", "teacher", "student", "optimizer")
 class StepTimer:
     """Adds up the time of named parts of the steps since the last `read`.
 
-    On a GPU a part is the time between two events on the current stream, read when the caller has synchronised to log a
-    loss; `data` is always the host's waiting time.
+    On a GPU a part is the time between two events on the current stream; `data` is always the host's waiting time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -51,7 +50,10 @@ class StepTimer:
         self._steps += 1
 
     def read(self) -> dict[str, float]:
-        """Mean milliseconds of a step and of each part. Call after a synchronisation; then call `restart`."""
+        """Mean milliseconds of a step and of each part. On a GPU the host waits for it; then call `restart`."""
+        if self._events:
+            # Events of one stream complete in order, and those that are not complete have no time yet.
+            self._events[-1][2].synchronize()
         totals = {name: 1e3 * self._host_s[name] for name in PARTS}
         for name, begin, end in self._events:
             totals[name] += begin.elapsed_time(end)

@@ -1,0 +1,44 @@
+"""The timer of a step's parts reads events of a GPU only once they are complete."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distiller.training.timing import StepTimer
+
+
+class Event:
+    """As `torch.cuda.Event` on a stream that has completed nothing until the host waits for it. One second apart."""
+
+    recorded = 0
+    completed = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.number = 0
+
+    def record(self) -> None:
+        Event.recorded += 1
+        self.number = Event.recorded
+
+    def synchronize(self) -> None:
+        Event.completed = max(Event.completed, self.number)
+
+    def elapsed_time(self, end: Event) -> float:
+        if end.number > Event.completed:
+            raise RuntimeError("Both events must be completed before calculating elapsed time.")
+        return 1000.0 * (end.number - self.number)
+
+
+def test_on_a_gpu_the_timer_waits_for_its_events(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device("cuda"))
+    for _ in range(2):
+        for name in ("data", "teacher", "student", "optimizer"):
+            with timer.part(name):
+                pass
+        timer.end_step()
+    report = timer.read()
+    assert [report[name] for name in ("teacher", "student", "optimizer")] == [1000.0, 1000.0, 1000.0]
+    assert report["data"] == pytest.approx(0, abs=1)
