@@ -47,7 +47,10 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     ),
     "keys": (
         ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py"),
-        ("order", "stages", "cache", "prompts", "pictures", "folders", "reference_keys", "reference_*_keys"),
+        (
+            *("order", "stages", "cache", "cache_folder", "prompts", "repeated_prompts", "pictures", "folders"),
+            *("reference_keys", "reference_*_keys"),
+        ),
     ),
     "language": (
         (

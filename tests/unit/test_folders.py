@@ -61,6 +61,14 @@ def test_a_link_to_the_folder_around_the_first_reads_nothing_twice(tmp_path):
     assert [str(file.relative_to(train)) for file in files_matching(f"{train}/**/[12]")] == ["cat/1", "up/2"]
 
 
+def test_globs_name_hidden_entries_only_with_a_leading_dot(tmp_path):
+    (tmp_path / ".folder").mkdir()
+    for name in ("shown.txt", ".hidden.txt", ".folder/inside.txt"):
+        (tmp_path / name).touch()
+    for pattern, name in (("**/*.txt", "shown.txt"), ("**/.*.txt", ".hidden.txt"), (".*/**/*", ".folder/inside.txt")):
+        assert files_matching(f"{tmp_path}/{pattern}") == [tmp_path / name], pattern
+
+
 def test_a_folder_that_cannot_be_read_is_said(linked, monkeypatch):
     data, _ = linked(lambda file: file.touch())
 

@@ -9,6 +9,7 @@ from PIL import ExifTags, Image
 
 from distiller.config.classification import ClassificationData
 from distiller.data.images import load_image
+from distiller.data.pictures import open_picture
 from distiller.errors import RunError, UserError
 from distiller.vision.sources import open_pictures
 
@@ -75,6 +76,19 @@ def test_every_mode_on_white(case):
     assert (pictures.read(0, 1) == np.asarray(Image.new("RGB", (1, 1), colour).convert("L"))).all()
 
 
+def test_grey_multiplied_by_its_alpha(tmp_path):
+    """Pillow reads such TIFF files and writes none: the tag ExtraSamples (338) of a plain one becomes 1."""
+    file = tmp_path / "grey-alpha.tif"
+    plain("LA", (2, 51)).save(file)
+    plain_tag, multiplied_tag = (struct.pack("<HHIHH", 338, 3, 1, value, 0) for value in (2, 1))
+    content = file.read_bytes()
+    assert content.count(plain_tag) == 1
+    file.write_bytes(content.replace(plain_tag, multiplied_tag))
+    # 2 is grey 10 times 51 / 255.
+    assert (open_picture(file, 3) == 206).all()
+    assert (open_picture(file, 1) == 206).all()
+
+
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_both_tasks_turn_pictures_as_their_exif_entry_says(tmp_path, orientation):
     upright = np.zeros((16, 16, 3), np.uint8)
@@ -135,6 +149,18 @@ def test_damaged_files_are_one_line(tmp_path):
     for file in tmp_path.iterdir():
         with pytest.raises(RunError, match="is not a readable image"):
             load_image(file, 8, 8)
+
+
+def test_damaged_pixels_are_refused(tmp_path):
+    """Pillow raises for them once, and a second attempt to load returns the pixels before the damage."""
+    file = tmp_path / "1.png"
+    plain("RGB", RED).save(file)
+    content = bytearray(file.read_bytes())
+    pixels = content.index(b"IDAT") + 4
+    content[pixels : pixels + 8] = b"\xff" * 8
+    file.write_bytes(content)
+    with pytest.raises(RunError, match=r"1\.png is not a readable image"):
+        load_image(file, 8, 8)
 
 
 class TestWhichFiles:

@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from distiller.data.images import find_images
-from distiller.data.prompts import read_prompts
+from distiller.data.prompts import read_numbered_prompts, read_prompts
+from distiller.errors import UserError
 
 PROMPTS = ["a red cat runs", "青い犬が座る", "a bird 🐦 flies"]
 LINES = [prompt.encode() for prompt in PROMPTS]
@@ -47,6 +48,15 @@ def test_order_and_repeats_are_kept(tmp_path):
     file = tmp_path / "prompts.txt"
     file.write_bytes(b"b\na\nb\n")
     assert read_prompts(file) == ["b", "a", "b"]
+
+
+def test_numbered_prompts_end_with_blank_lines_alone(tmp_path):
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(b"b\na\nb\n\n\n")
+    assert read_numbered_prompts(file) == ["b", "a", "b"]
+    file.write_bytes(b"b\na\n\nb\n")
+    with pytest.raises(UserError, match=r"prompts\.txt line 3 is blank"):
+        read_numbered_prompts(file)
 
 
 def test_captions_hold_the_same_characters(tmp_path):
