@@ -51,7 +51,7 @@ from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
-from distiller.teachers.quantization_error import measure_error
+from distiller.teachers.quantization.error import measure_error
 from distiller.teachers.rules import check_placement
 from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes

@@ -96,7 +96,8 @@ def teacher_setup(session: Session[Any], reserved_bytes: int = 0, reserved_host_
     under_deepspeed = session.world.engine.startswith("deepspeed")
     options, ranks = session.recipe.teacher, session.ranks
     dtype, mode = session.teacher_dtype, session.teacher_compile_mode
-    return Setup(dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode)
+    folders = session.recipe.stages_dir
+    return Setup(dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode, folders)
 
 
 def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:

@@ -64,7 +64,10 @@ def open_case(case: str, network: Any, dtype: torch.dtype = torch.float32, devic
     if placement_of(case) == "cached":
         asked = setup(dtype, device, placement="streamed" if "streamed" in case else "replicated")
         return FromFiles(open_teacher(network, asked), network, asked)
-    return open_teacher(network, setup(dtype, device, placement=placement_of(case), **options, **more))
+    stages_dir = network.folder / "stages"
+    return open_teacher(
+        network, setup(dtype, device, stages_dir=stages_dir, placement=placement_of(case), **options, **more)
+    )
 
 
 def requests_of(rank: int, step: int, num_modules: int, device: str = "cpu") -> list[Request]:

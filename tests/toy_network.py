@@ -70,7 +70,7 @@ class ToyNetwork(Network):
     """
 
     def __init__(self, folder: Path, num_modules: int = 1) -> None:
-        self._folder, self.origin = folder, str(folder)
+        self.folder, self.origin = folder, str(folder)
         self.module_names = ("first", "second")[:num_modules]
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
@@ -90,7 +90,7 @@ class ToyNetwork(Network):
         return model.eval().requires_grad_(False)
 
     def weight_files(self, name: str) -> list[Path]:
-        return [self._folder / f"{name}.safetensors"]
+        return [self.folder / f"{name}.safetensors"]
 
     def block_names(self, name: str) -> tuple[str, ...]:
         return tuple(f"blocks.{number}" for number in range(NUM_BLOCKS))
@@ -141,12 +141,14 @@ def save_toy(folder: Path) -> Path:
     return folder
 
 
-def setup(dtype: torch.dtype = torch.float32, device: str = "cpu", under_deepspeed: bool = False, **options) -> Setup:
+def setup(
+    dtype: torch.dtype = torch.float32, device: str = "cpu", under_deepspeed: bool = False, stages_dir=None, **options
+) -> Setup:
     """What a teacher is built with, among whatever ranks there are; `options` are keys of the recipe's `teacher`."""
     teacher, ranks = TeacherOptions(path="-", **options), _ranks(device)
     # A run of one update: `auto` does not compile.
     mode = compile_mode(teacher.compile, ranks.device, num_updates=1)
-    return Setup(dtype, teacher, ranks, under_deepspeed, compile_mode=mode)
+    return Setup(dtype, teacher, ranks, under_deepspeed, compile_mode=mode, stages_dir=stages_dir)
 
 
 @cache

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
 from distiller.errors import shown
 from distiller.storage.stages import digest_files
@@ -30,7 +31,7 @@ def content_key(recipe: Recipe, task: Cacheable[Any, Any], dtype: torch.dtype) -
         "teacher": {
             "weights": digest_files(files),
             "dtype": str(dtype).removeprefix("torch."),
-            "quantization": recipe.teacher.quantization,
+            "quantization": ARITHMETIC[recipe.teacher.quantization],
         },
         "train": {"tf32": recipe.train.tf32},
         # The digest last, so that `first_difference` names a setting rather than the digest that depends on it.

@@ -17,10 +17,10 @@ from distiller.config.placements.keys import (
     in_words,
     owners,
     placement_names,
-    quantized_placements,
     readers,
     unread_keys,
 )
+from distiller.config.quantization import Quantization
 from distiller.config.sections import DType, Location, NonNegative, Section
 from distiller.errors import shown
 
@@ -35,7 +35,10 @@ class TeacherKeys(Section):
         default="replicated", description="where it lives; docs/MODEL_LOADING_STRATEGIES.md compares the places"
     )
     dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
-    quantization: Literal["none", "int8"] = Field(default="none", description="int8 = bitsandbytes, for placement")
+    quantization: Quantization = Field(default="none", description="of linear layers' weights, in every placement but")
+    max_quantization_error: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="the run is refused where quantised outputs differ more, relative; null = any"
+    )
     compile: Literal["auto", "none", "default", "max-autotune"] = Field(
         default="auto",
         description="the blocks, in a mode of torch.compile; auto = default on a GPU, in a run of 500 updates or more",
@@ -70,7 +73,8 @@ def make_section() -> type[TeacherKeys]:
     }
     own = TeacherKeys.model_fields
     described["placement"] = Literal[placement_names()], own["placement"]
-    held = f"{own['quantization'].description} {in_words(quantized_placements('int8'), 'and')}"
+    others = [spec.name for spec in PLACEMENTS.values() if spec.why_not_quantized]
+    held = f"{own['quantization'].description} {in_words(others, 'and')}"
     described["quantization"] = own["quantization"].annotation, _described(own["quantization"], held)
     # The last base's fields come first in the section.
     bases = (*reversed(dict.fromkeys(spec.options for spec in PLACEMENTS.values())), TeacherKeys)

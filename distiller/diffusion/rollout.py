@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from distiller.config.diffusion import DiffusionRecipe, filled
+from distiller.config.quantization import ARITHMETIC
 from distiller.data.latents import PROMPTS_FILE
 from distiller.diffusion.architecture import LatentShape
 from distiller.diffusion.family import Family
@@ -83,7 +84,7 @@ class RolloutPlan:
             "prompts": digest_of(list(self.prompts)),
             "tf32": self.recipe.train.tf32,
             "dtype": str(dtype),
-            "quantization": self.recipe.teacher.quantization,
+            "quantization": ARITHMETIC[self.recipe.teacher.quantization],
             "sampling": self.recipe.sampling.model_dump(mode="json"),
             "negative_prompt": self.recipe.task.guidance.negative_prompt,
             "rollout": self.recipe.rollout.model_dump(mode="json"),

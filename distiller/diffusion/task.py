@@ -235,7 +235,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
             judge = judge_class()
         student = load_student(self.family.architecture, run_dir, self._length, device)
         embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
-        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        teacher = open_alone(self.network, self._recipe, dtype, device)
         comparison = Comparison(self._recipe, self.family, self._process, self.network, teacher, student)
         report = compare(comparison, embedded, labels, judge, dtype, device)
         teacher.close()
@@ -266,7 +266,7 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         student_latents = self._draw_student(run_dir, sampling_inputs, device)
         if device.type == "cuda":
             torch.cuda.empty_cache()
-        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        teacher = open_alone(self.network, self._recipe, dtype, device)
         teacher_latents = draw_teacher(teacher, self.network, self._process, self._recipe, sampling_inputs)
         teacher.close()
         write_grid(

@@ -255,7 +255,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         trained = self._read_student(run_dir, device)
         logit_options = self._student.spec.logit_change, self.network.ids
         untrained = frozen_model(self._student.build(self._known), device, *logit_options)
-        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        teacher = open_alone(self.network, self._recipe, dtype, device)
         with closing(teacher):
             teacher_model = FrozenModel(teacher_hidden_states(teacher), self.network.load_head(dtype, device))
             students = {"student": trained, "untrained_student": untrained}
@@ -280,7 +280,7 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         dtype = teacher_dtype(self._recipe.teacher.dtype, device)
         prompt_ids = self._prompts.tokenised(prompts)
         student = self._read_student(run_dir, device)
-        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        teacher = open_alone(self.network, self._recipe, dtype, device)
         with closing(teacher):
             teacher_model = FrozenModel(teacher_hidden_states(teacher), self.network.load_head(dtype, device))
             texts = {

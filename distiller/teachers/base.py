@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
+from distiller.storage.stage_folders import StageFolders
 from distiller.storage.weight_files import Rename
 
 Outputs = dict[str, Tensor]
@@ -130,6 +131,7 @@ class Setup:
         reserved_bytes: of each rank's device, for the student's state and the teacher's replicated output layer.
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
+        stages_dir: where quantised weights are kept that are read again for every update; None where none are.
     """
 
     dtype: torch.dtype
@@ -139,6 +141,7 @@ class Setup:
     reserved_bytes: int = 0
     reserved_host_bytes: int = 0
     compile_mode: str = "none"
+    stages_dir: Path | StageFolders | None = None
 
 
 class Teacher(ABC):

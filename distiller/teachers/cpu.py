@@ -27,11 +27,12 @@ from distiller.teachers.base import (
     move_call,
     run_module_calls,
 )
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
 from distiller.teachers.streaming.copiers import ThreadCopier
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import bind, lay_out, own_buffer_bytes
-from distiller.teachers.weights.loading import ModulePlan, load_units, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, load_units
 
 CPU = torch.device("cpu")
 
@@ -40,14 +41,15 @@ CPU = torch.device("cpu")
 class CpuTeacher(Teacher):
     """Every rank answers its own requests, with its share of the node's cores; the node's ranks share the weights.
 
-    Weights are held in `teacher.dtype`. A CPU may compute several times faster in float32 than in 16 bits. So the first
-    `predict` times one block in both on rank 0; if float32 is faster, blocks are converted one by one before they run.
+    Weights are held in `teacher.dtype`, or quantised. A CPU may compute several times faster in float32 than in 16
+    bits. So the first `predict` times one block in both on rank 0; if float32 is faster, blocks are converted one by
+    one before they run; quantised ones are not.
     Communicates while loading and in the first `predict`.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks, self._dtype = network, setup.ranks, setup.dtype
-        plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main)
         units = [(plan, unit) for plan in plans for unit in plan.units]
         self._host = HostCopy.make([unit.num_bytes for _, unit in units], setup.ranks)
         setup.ranks.all_succeed(lambda: self._fill(plans) if setup.ranks.is_local_main else None)
@@ -58,7 +60,8 @@ class CpuTeacher(Teacher):
         self._own_bytes = sum(own_buffer_bytes(module) for module in self._modules.values())
         self._float32_modules: _Float32Modules | None = None
         has_blocks = any(network.block_names(plan.name) for plan in plans)
-        self._is_decided = setup.dtype == torch.float32 or not has_blocks
+        is_quantized = setup.options.quantization != "none"
+        self._is_decided = setup.dtype == torch.float32 or is_quantized or not has_blocks
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         with _threads(self._ranks.local_world_size):

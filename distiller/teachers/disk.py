@@ -7,12 +7,13 @@ from typing import final
 
 from distiller.config.placements.disk import DiskOptions
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streamed import choose_resident
 from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
 from distiller.teachers.streaming.copiers import FileCopier, FileReader, ThreadCopier
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import REST, own_buffer_bytes
-from distiller.teachers.weights.loading import load_on_all_ranks, plan_modules
+from distiller.teachers.weights.loading import load_on_all_ranks
 
 NUM_STAGING = 2
 """Staging buffers on the host: threads fill one while the GPU copies from the other."""
@@ -29,7 +30,7 @@ class DiskTeacher(Teacher):
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks, options = network, setup.ranks, DiskOptions.of(setup.options)
         device = setup.ranks.device
-        self._plans = plan_modules(network, setup, is_reader=True)
+        self._plans = plan_quantized_modules(network, setup, is_reader=True, reads_again=True)
         resident = choose_resident(self._plans, setup)
         blocks, sources, self._staging, self._resident_bytes = [], [], None, 0
         for plan in self._plans:

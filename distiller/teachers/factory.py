@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from distiller.config.placements import AUTO, PLACEMENTS
+from distiller.config.recipe import Recipe
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
 from distiller.launch.block_compilation import MIN_UPDATES, loops_over_positions
@@ -71,17 +72,17 @@ def open_teacher(network: Network, setup: Setup) -> Teacher:
     return load_teacher(network, resolve_placement(network, setup))
 
 
-def open_alone(network: Network, options: TeacherOptions, dtype: torch.dtype, device: torch.device) -> Teacher:
+def open_alone(network: Network, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Teacher:
     """The teacher for a command of one process, under the placement most similar to the recipe's. Raises UserError.
 
     Its blocks are not compiled: such a command asks few times.
     """
-    options = options.model_copy(update={"compile": "none"})
+    options: TeacherOptions = recipe.teacher.model_copy(update={"compile": "none"})
     if options.placement != AUTO:
         spec = PLACEMENTS[options.placement]
         num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0
         options = options.model_copy(update=dict(spec.alone(spec.options.of(options), num_gpus)))
-    return open_teacher(network, Setup(dtype, options, Ranks.join(device)))
+    return open_teacher(network, Setup(dtype, options, Ranks.join(device), stages_dir=recipe.stages_dir))
 
 
 def _loops_over_positions(network: Network, setup: Setup) -> bool:

@@ -15,8 +15,8 @@ from distiller.teachers.device_map.maps import Packing, budgets_of_devices
 from distiller.teachers.device_map.module_partition import separate_shared_names
 from distiller.teachers.device_map.teacher import pack
 from distiller.teachers.footprint import AUTO_SHARE
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.loading import ModulePlan
-from distiller.teachers.weights.quantized import plan_quantized_modules
 
 GIB = 2**30
 

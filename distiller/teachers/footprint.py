@@ -8,8 +8,8 @@ from distiller.config.placements import PLACEMENTS
 from distiller.config.placements.base import Footprint, MemoryBudget, Sizes, World
 from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
 from distiller.teachers.base import Network, Setup
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.layout import REST
-from distiller.teachers.weights.quantized import plan_quantized_modules
 
 AUTO_SHARE = 0.8
 """Share of free memory that `auto` and advice give to teacher and student; the rest is for activations."""

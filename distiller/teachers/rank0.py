@@ -10,9 +10,10 @@ from torch import nn
 
 from distiller.config.placements.rank0 import Rank0Options
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.single_rank.exchange import Exchange
 from distiller.teachers.weights.layout import bind, move_own_buffers, own_buffer_bytes
-from distiller.teachers.weights.loading import ModulePlan, plan_modules, read_to_device, staging_buffer
+from distiller.teachers.weights.loading import ModulePlan, read_to_device, staging_buffer
 
 
 @final
@@ -26,7 +27,7 @@ class Rank0Teacher(Teacher):
         options, ranks = Rank0Options.of(setup.options), setup.ranks
         self._network, self._micro_batch = network, options.micro_batch
         self._modules: dict[str, nn.Module] = {}
-        plans = plan_modules(network, setup, is_reader=ranks.rank == options.rank)
+        plans = plan_quantized_modules(network, setup, is_reader=ranks.rank == options.rank)
         # Ranks wait for the load here, over gloo with a long timeout; in the first exchange the timeout is short.
         num_bytes = ranks.all_succeed(lambda: sum(self._load(plan, ranks.device) for plan in plans))
         self._memory = TeacherMemory(gpu_bytes=num_bytes)

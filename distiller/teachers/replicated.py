@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import final
 
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer, run_module_calls
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.layout import own_buffer_bytes
 from distiller.teachers.weights.loading import load_on_all_ranks
-from distiller.teachers.weights.quantized import plan_quantized_modules
 
 
 @final

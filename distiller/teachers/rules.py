@@ -5,7 +5,8 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from distiller.config.placements import AUTO, PLACEMENTS
-from distiller.config.placements.keys import quantized_placements
+from distiller.config.placements.keys import in_words, quantized_placements
+from distiller.config.quantization import NEEDS_BITSANDBYTES
 from distiller.config.teacher import Teacher
 from distiller.errors import UserError
 
@@ -23,25 +24,26 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
     """Raises UserError if placement or quantisation cannot run with these processes and engine, whatever the size."""
     spec = None if teacher.placement == AUTO else PLACEMENTS[teacher.placement]
     if spec is not None:
-        if teacher.quantization not in spec.quantizations:
+        if teacher.quantization != "none" and spec.why_not_quantized:
             raise UserError(
                 f"teacher.quantization is {teacher.quantization} and teacher.placement {spec.name}: "
-                f"{spec.why_not_quantized}; choose placement "
-                f"{' or '.join(quantized_placements(teacher.quantization))}, or quantization none"
+                f"{spec.why_not_quantized}; choose placement {in_words(quantized_placements(), 'or')}, or quantization "
+                "none"
             )
         spec.check_world(spec.options.of(teacher), num_processes, under_deepspeed)
     why_not = why_not_compiled(teacher, under_deepspeed)
     if why_not and teacher.compile not in ("auto", "none"):
         raise UserError(f"teacher.compile is {teacher.compile} and {why_not}; leave it out, or set it to none")
     loads_weights = spec is None or spec.loads_teacher
-    if teacher.quantization == "int8" and loads_weights and find_spec("bitsandbytes") is None:
-        raise UserError("teacher.quantization=int8 needs bitsandbytes; run: pip install 'distiller[quantization]'")
+    if teacher.quantization in NEEDS_BITSANDBYTES and loads_weights and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"teacher.quantization={teacher.quantization} needs bitsandbytes; run: pip install "
+            "'distiller[quantization]'"
+        )
 
 
 def why_not_compiled(teacher: Teacher, under_deepspeed: bool) -> str:
     """Why the teacher's blocks cannot be compiled, or an empty text. Placement `auto` can, until it is resolved."""
-    if teacher.quantization == "int8":
-        return "teacher.quantization int8: its products are bitsandbytes's own kernels, which no compiler takes"
     spec = PLACEMENTS.get(teacher.placement)
     if spec is None:
         return ""
@@ -52,9 +54,9 @@ def why_not_compiled(teacher: Teacher, under_deepspeed: bool) -> str:
 def table() -> str:
     """The support table in Markdown: each placement's memory, engines, quantisation, and what ranks exchange."""
     heads = ("`teacher.placement`", "on each GPU", "in host memory", "beside DDP, FSDP or alone", "beside ZeRO")
-    rows = ["| " + " | ".join((*heads, "int8", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
+    rows = ["| " + " | ".join((*heads, "quantised", "ranks exchange")) + " |", "| --- " * (len(heads) + 2) + "|"]
     for spec in PLACEMENTS.values():
-        row, int8 = spec.row, "yes" if "int8" in spec.quantizations else "no"
-        cells = (f"`{spec.name}`", row.gpu, row.host, row.beside_ddp, row.beside_zero, int8, row.communicates)
+        row, quantised = spec.row, "no" if spec.why_not_quantized else "yes"
+        cells = (f"`{spec.name}`", row.gpu, row.host, row.beside_ddp, row.beside_zero, quantised, row.communicates)
         rows.append("| " + " | ".join(cells) + " |")
     return "\n".join(rows) + "\n"

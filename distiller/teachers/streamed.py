@@ -10,13 +10,14 @@ from distiller.config.placements.streamed import StreamedOptions
 from distiller.distributed.free_memory import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.footprint import AUTO_SHARE
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
 from distiller.teachers.streaming.copiers import GatherCopier, HostCopier, ThreadCopier
 from distiller.teachers.streaming.peer_copier import PeerCopier, has_peer_access
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import ALIGNMENT, REST, own_buffer_bytes
-from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, load_units, plan_modules
+from distiller.teachers.weights.loading import ModulePlan, load_on_all_ranks, load_units
 
 
 @final
@@ -32,7 +33,7 @@ class StreamedTeacher(Teacher):
         self._network, self._ranks, options = network, setup.ranks, StreamedOptions.of(setup.options)
         device, num_ranks = setup.ranks.device, setup.ranks.local_world_size
         self._is_sharing = shares_transfers(setup)
-        plans = plan_modules(network, setup, is_reader=setup.ranks.is_local_main)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main)
         resident = choose_resident(plans, setup)
         kept = {
             plan.name: [unit for unit in plan.units if unit.name == REST or (plan.name, unit.name) in resident]

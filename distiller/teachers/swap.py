@@ -19,9 +19,10 @@ from distiller.distributed.free_memory import free_host_bytes
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.teachers.base import ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.host_copy import HostCopy
 from distiller.teachers.weights.layout import Binding, bind, own_buffer_bytes, read_unit
-from distiller.teachers.weights.loading import ModulePlan, plan_modules
+from distiller.teachers.weights.loading import ModulePlan
 
 
 @final
@@ -34,7 +35,7 @@ class SwapTeacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         self._network, self._ranks = network, setup.ranks
-        plans = plan_modules(network, setup, is_reader=setup.ranks.is_main)
+        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_main)
         sizes = [unit.num_bytes for plan in plans for unit in plan.units]
         self._ranks.all_succeed(lambda: _check_host_memory(sum(sizes), self._ranks.local_world_size))
         self._host = self._ranks.all_succeed(lambda: HostCopy.make(sizes, self._ranks.as_single_process()))

@@ -216,7 +216,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
                 "train with a larger share of each class held out"
             )
         student = load_student(run_dir, self._plan, device)
-        teacher = open_alone(self.network, self._recipe.teacher, dtype, device)
+        teacher = open_alone(self.network, self._recipe, dtype, device)
         count = min(options.num_samples or len(held_out), len(held_out))
         report = compare(teacher, student, held_out, count, options.batch_size, self._placing(device))
         teacher.close()
@@ -248,9 +248,7 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
             torch.stack([torch.from_numpy(self._processor(picture)) for picture in pictures])
         )
         student = load_student(run_dir, self._plan, device)
-        teacher = open_alone(
-            self.network, self._recipe.teacher, teacher_dtype(self._recipe.teacher.dtype, device), device
-        )
+        teacher = open_alone(self.network, self._recipe, teacher_dtype(self._recipe.teacher.dtype, device), device)
         predictions = {"teacher": ask_teacher(teacher, pixels, range(len(pictures))).argmax(-1).tolist()}
         teacher.close()
         predictions["student"] = classes_of(student, pixels)

@@ -99,6 +99,11 @@ ROWS = [
     ),
     Row("balanced, compiled", {"placement": "balanced", "compile": "default"}, most_tokens=6240),
     Row("sharded (FSDP2), compiled", {"placement": "sharded", "compile": "default"}, most_tokens=6240),
+    *(
+        Row(f"{name}, {kind}, compiled", {"placement": name, "quantization": kind, "compile": "default"})
+        for name in ("replicated", "streamed")
+        for kind in ("fp8", "int8", "nf4")
+    ),
     Row("naive .to(device) each step", {}, peer="to", most_tokens=1560),
 ]
 

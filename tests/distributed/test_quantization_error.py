@@ -12,7 +12,7 @@ from accelerate import PartialState
 
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
-from distiller.teachers.quantization_error import measure_error
+from distiller.teachers.quantization.error import measure_error
 from tests.distributed.ranks import on_ranks
 from tests.distributed.test_spread import IslandNetwork
 from tests.toy_network import DIM, save_toy, setup

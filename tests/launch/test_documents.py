@@ -39,6 +39,7 @@ NOT_RUN = {
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b --tokens 1560 6240 --rows "
         '"replicated, compiled|streamed, shared transfers|streamed, compiled|balanced, compiled|sharded"',
+        "python scripts/benchmarks/quantization.py --tokens 1560 6240",
         "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
         "python scripts/benchmarks/divergences.py --ids 128000",

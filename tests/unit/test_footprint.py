@@ -222,13 +222,12 @@ def test_nothing_is_read_when_it_does_not_fit(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", [spec.name for spec in PLACEMENTS.values() if "int8" not in spec.quantizations and spec.memory is not None]
+    "name", [spec.name for spec in PLACEMENTS.values() if spec.why_not_quantized and spec.memory is not None]
 )
-def test_int8_is_refused_where_it_would_be_wrong(name):
-    with pytest.raises(
-        UserError, match=rf"quantization is int8 and teacher\.placement {name}: .* replicated or balanced"
-    ):
-        check_placement(Options(path="-", placement=name, quantization="int8"), 2, False)
+def test_quantised_layers_are_refused_where_they_would_be_wrong(name):
+    asked = rf"quantization is fp8 and teacher\.placement {name}: .*; choose placement replicated, .* or swap, or"
+    with pytest.raises(UserError, match=asked):
+        check_placement(Options(path="-", placement=name, quantization="fp8"), 2, False)
 
 
 def test_worlds_that_do_not_suit_a_placement_are_refused():

@@ -20,7 +20,7 @@ from distiller.diffusion.wan.short_text import install_short_text
 from distiller.storage.hub import OTHER_FORMS
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
-from distiller.teachers.quantization_error import measure_error
+from distiller.teachers.quantization.error import measure_error
 from tests import toys
 from tests.toy_network import setup
 

@@ -37,6 +37,7 @@ OUTSIDE = {
     "teacher.revision": "of a hub id, whose files count",
     "teacher.subfolder": "where the files lie, which count",
     "teacher.prefetch_steps": "0",
+    "teacher.max_quantization_error": "refuses a run, changes none",
     "teacher.compile": "as placement: other roundings of the same numbers",
     "teacher.placement": "placements agree, which has tests of its own",
     **dict.fromkeys(

@@ -62,6 +62,7 @@ SPEC = PlacementSpec(
     row=SupportRow("whole, `toy_copies` times", "none", "nothing", beside_zero="no"),
     memory=_memory,
     speed=SpeedRank(on_gpus=15, one_process=15, on_cpus=5),
+    why_not_quantized="it has not been tried",
     check_world=_check_world,
 )
 
@@ -163,7 +164,7 @@ def test_its_keys_and_its_world_are_checked(toy):
     with pytest.raises(UserError, match=r"toy_copies is 2, which teacher\.placement replicated does not .* does: toy$"):
         loading.load("digits-wan", ["teacher.toy_copies=2"])
     recipe = loading.load("digits-wan", ["teacher.placement=toy", "teacher.quantization=int8"])
-    with pytest.raises(UserError, match=r"teacher\.placement toy: int8 layers run in other placements only; choose"):
+    with pytest.raises(UserError, match=r"int8 and teacher\.placement toy: it has not been tried; choose"):
         check_placement(recipe.teacher, 1, False)
     with pytest.raises(UserError, match="does not run beside DeepSpeed"):
         check_placement(loading.load("digits-wan", ["teacher.placement=toy"]).teacher, 1, True)

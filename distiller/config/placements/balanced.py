@@ -29,5 +29,4 @@ SPEC = PlacementSpec(
     speed=SpeedRank(on_gpus=40, one_process=20, on_cpus=20),
     is_auto_candidate=True,
     uses_device_map=True,
-    quantizations=("none", "int8"),
 )

@@ -148,8 +148,7 @@ class PlacementSpec(Generic[OptionsT]):
         is_auto_candidate: whether `auto` may choose it.
         uses_device_map: whether its class is a `DeviceMapTeacher`, which checks its own memory.
         loads_teacher: False where outputs are read from a cache, and no weights are.
-        quantizations: the values of `teacher.quantization` that it takes.
-        why_not_quantized: why it does not take the others.
+        why_not_quantized: why its layers cannot be quantised; empty where they can.
         why_not_compiled: why its blocks cannot be compiled; empty where they can.
         why_not_compiled_beside_deepspeed: the same where the student's engine is DeepSpeed.
         check_options: raises ValueError where its keys are incomplete.
@@ -170,10 +169,9 @@ class PlacementSpec(Generic[OptionsT]):
     is_auto_candidate: bool = False
     uses_device_map: bool = False
     loads_teacher: bool = True
-    quantizations: tuple[str, ...] = ("none",)
     why_not_compiled: str = ""
     why_not_compiled_beside_deepspeed: str = ""
-    why_not_quantized: str = "int8 layers run in other placements only"
+    why_not_quantized: str = ""
     check_options: Callable[[OptionsT], None] = _accept
     check_world: Callable[[OptionsT, int, bool], None] = _accept_world
     holder: Callable[[OptionsT], int] | None = None

@@ -28,7 +28,6 @@ SPEC = PlacementSpec(
     row=SupportRow("none", "none", "nothing"),
     loads_teacher=False,
     why_not_compiled="no teacher runs",
-    quantizations=("none", "int8"),
     check_options=_check_options,
     # A command asks of other inputs than the data's: the weights are needed after all.
     alone=lambda *_: {"placement": "auto"},

@@ -47,9 +47,9 @@ def in_words(names: Sequence[str], conjunction: str) -> str:
     return f" {conjunction} ".join([part for part in (", ".join(names[:-1]), names[-1]) if part])
 
 
-def quantized_placements(quantization: str) -> list[str]:
-    """The placements that hold weights of this quantisation."""
-    return [spec.name for spec in PLACEMENTS.values() if quantization in spec.quantizations and spec.loads_teacher]
+def quantized_placements() -> list[str]:
+    """The placements that can hold quantised weights."""
+    return [spec.name for spec in PLACEMENTS.values() if not spec.why_not_quantized and spec.loads_teacher]
 
 
 def path_keys() -> tuple[str, ...]:

@@ -26,5 +26,4 @@ SPEC = PlacementSpec(
     memory=_memory,
     speed=SpeedRank(on_gpus=10, one_process=10, on_cpus=10),
     is_auto_candidate=True,
-    quantizations=("none", "int8"),
 )

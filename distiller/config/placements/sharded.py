@@ -59,7 +59,7 @@ SPEC = PlacementSpec(
     memory=_memory,
     speed=SpeedRank(on_gpus=30, one_process=50, on_cpus=50),
     why_not_compiled_beside_deepspeed="ZeRO-3 gathers parameters inside the blocks",
-    why_not_quantized="int8 weights inside ZeRO-3 or FSDP give wrong numbers, silently",
+    why_not_quantized="FSDP and ZeRO-3 shard floating-point parameters only",
     check_options=_check_options,
     check_world=_check_world,
     alone=_alone,

@@ -26,10 +26,10 @@ from distiller.teachers.device_map.module_partition import (
     resident_groups,
     separate_shared_names,
 )
+from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streaming.copiers import FileReader
 from distiller.teachers.weights.layout import REST, Binding, own_buffer_bytes
 from distiller.teachers.weights.loading import ModulePlan, staging_buffer
-from distiller.teachers.weights.quantized import plan_quantized_modules
 from distiller.teachers.weights.shared_weights import SharedWeights
 
 MakeMap = Callable[[nn.Module, Sequence[str], Mapping[int, int]], DeviceMap]
@@ -69,7 +69,8 @@ class DeviceMapTeacher(Teacher):
             # not free for the others.
             torch.cuda.empty_cache()
         rule = self.map_rule(setup.options)
-        plans = plan_quantized_modules(network, setup, is_reader=setup.ranks.is_local_main or rule.allows_disk)
+        is_reader = setup.ranks.is_local_main or rule.allows_disk
+        plans = plan_quantized_modules(network, setup, is_reader, reads_again=rule.allows_disk)
         for plan in plans:
             separate_shared_names(plan)
         self._modules = {plan.name: plan.module for plan in plans}

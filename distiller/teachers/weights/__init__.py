@@ -1,1 +1,1 @@
-"""Teacher weights in memory: flat layouts, loading from files, shared copies, quantised layers."""
+"""Teacher weights in memory: flat layouts, loading from files, shared copies."""

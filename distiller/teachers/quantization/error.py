@@ -10,6 +10,7 @@ from itertools import islice
 
 import torch
 
+from distiller.errors import UserError
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher
 from distiller.teachers.disk import DiskTeacher
 
@@ -23,7 +24,8 @@ def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: It
 
     q are the quantised teacher's outputs, f those of the unquantised weights in `teacher.dtype`. Communicates. Rank 0
     reads the unquantised weights from their files once; its device holds two blocks of them and the weights outside of
-    blocks, beside the quantised teacher. Returns the same number on every rank.
+    blocks, beside the quantised teacher. Returns the same number on every rank. Raises UserError on all of them if it
+    is above `teacher.max_quantization_error`.
 
     Args:
         teacher: the quantised teacher.
@@ -40,6 +42,12 @@ def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: It
         print(
             f"{setup.options.quantization} teacher: its outputs differ from {dtype}'s by {errors[name]:.1%} "
             f"({which}relative, {len(chosen)} samples)"
+        )
+    limit = setup.options.max_quantization_error
+    if limit is not None and errors[name] > limit:
+        raise UserError(
+            f"{setup.options.quantization} teacher: the error of its outputs, {errors[name]:.2%}, is above "
+            f"teacher.max_quantization_error ({limit:.2%}); choose another teacher.quantization, or a higher limit"
         )
     return errors[name]
 

@@ -1,0 +1,89 @@
+"""Modules without weights whose linear layers are quantised, and files that read as if they held such weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from distiller.errors import UserError
+from distiller.storage.weight_files import WeightFiles
+from distiller.teachers.base import Network, Setup
+from distiller.teachers.quantization.files import QuantizedFiles
+from distiller.teachers.quantization.layers import QuantizedLinear, layer_class, why_not_on
+from distiller.teachers.quantization.stored import store_quantized
+from distiller.teachers.weights.layout import lay_out
+from distiller.teachers.weights.loading import ModulePlan, plan_modules
+
+
+def plan_quantized_modules(
+    network: Network, setup: Setup, is_reader: bool, *, reads_again: bool = False
+) -> list[ModulePlan]:
+    """As `plan_modules`, with linear layers quantised where the recipe says so. Communicates. Raises UserError.
+
+    A weight is quantised while it is read, on the reader's device; the host holds one unquantised weight for each
+    thread that reads. The same layers are converted as by diffusers: linear layers, except those that the library keeps
+    in float32, and those whose size the quantisation does not take.
+
+    `reads_again`: weights are read for every update, so quantised ones are written into files of their own first. Every
+    rank is then a reader.
+    """
+    quantization = setup.options.quantization
+    if quantization == "none":
+        return plan_modules(network, setup, is_reader)
+    setup.ranks.all_succeed(lambda: _check_device(setup))
+    kind = layer_class(quantization)
+    plans = plan_modules(network, setup, is_reader)
+    for plan in plans:
+        # Only a 16-bit skeleton shows which parameters the library keeps in float32.
+        narrow = network.skeleton(plan.name, torch.bfloat16)
+        parameters = narrow.named_parameters(remove_duplicate=False)
+        kept = {name for name, parameter in parameters if parameter.dtype == torch.float32}
+        converted = convert_linears(plan.module, kept, kind)
+        plan.units = lay_out(plan.module, network.block_names(plan.name))
+        if plan.files is None:
+            continue
+        files = QuantizedFiles(plan.files, converted, kind.quantize, setup.dtype, setup.ranks.device)
+        # QuantizedFiles has those members of WeightFiles that reading needs.
+        plan.files = store_quantized(network, plan, files, setup) if reads_again else cast(WeightFiles, files)
+    return plans
+
+
+def convert_linears(module: nn.Module, kept: Collection[str], kind: type[QuantizedLinear]) -> set[str]:
+    """Replaces linear layers by `kind` on the meta device, and returns the names of their weights.
+
+    Args:
+        module: without weights; shared layers and weights stay shared.
+        kept: names of parameters that keep their dtype. So does a weight that a layer of another kind shares.
+        kind: the class of the new layers.
+    """
+    is_linear: dict[int, set[bool]] = {}
+    for child in module.modules():
+        for parameter in child.parameters(recurse=False):
+            is_linear.setdefault(id(parameter), set()).add(isinstance(child, nn.Linear))
+    layers: dict[int, QuantizedLinear] = {}
+    weights: dict[int, tuple[Tensor, Tensor]] = {}
+    converted = set()
+    for path, child in list(module.named_modules(remove_duplicate=False)):
+        name = f"{path}.weight"
+        if not isinstance(child, nn.Linear) or name in kept or is_linear[id(child.weight)] != {True}:
+            continue
+        if not kind.accepts(child.weight.shape):
+            continue
+        converted.add(name)
+        if id(child) not in layers:
+            if id(child.weight) not in weights:
+                weights[id(child.weight)] = kind.quantize(torch.empty_like(child.weight, device="meta"))
+            size, dtype = child.weight.shape, child.weight.dtype
+            layers[id(child)] = kind(*weights[id(child.weight)], child.bias, size, dtype).eval()
+        parent, _, attribute = path.rpartition(".")
+        module.get_submodule(parent)._modules[attribute] = layers[id(child)]
+    return converted
+
+
+def _check_device(setup: Setup) -> None:
+    device = torch.device("cpu") if setup.options.placement == "cpu" else setup.ranks.device
+    if why_not := why_not_on(setup.options.quantization, device):
+        raise UserError(f"teacher.quantization is {setup.options.quantization} and {why_not}; choose another one")
