@@ -51,7 +51,7 @@ from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
-from distiller.teachers.quantization.error import measure_error
+from distiller.teachers.quantization.error import QuantizationError, measure_error
 from distiller.teachers.rules import check_placement
 from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes
@@ -75,7 +75,7 @@ class Stages:
     Attributes:
         placement: the teacher's; the recipe's where no teacher was loaded.
         collation: the loader's `collate_fn`.
-        quantization_error: relative, of a quantized teacher's outputs.
+        quantization_error: of a quantised teacher's outputs.
         took_s: seconds, loading the teacher included.
     """
 
@@ -83,7 +83,7 @@ class Stages:
     placement: str
     data: Dataset[Any]
     collation: Callable[..., MicroBatch]
-    quantization_error: float | None
+    quantization_error: QuantizationError | None
     took_s: float
 
 

@@ -172,7 +172,7 @@ def library_logits(folder: Path, batch: LanguageBatch, dtype: torch.dtype) -> to
 @torch.no_grad()
 def teacher_logits(task: Any, recipe: Any, batch: LanguageBatch, dtype: torch.dtype) -> torch.Tensor:
     """Of the product's teacher: hidden states under the output layer, scaled and capped as the model does; float32."""
-    teacher = open_alone(task.network, recipe.teacher, dtype, torch.device("cpu"))
+    teacher = open_alone(task.network, recipe, dtype, torch.device("cpu"))
     head = task.network.load_head(dtype, torch.device("cpu"))
     hidden = teacher_hidden_states(teacher)(batch)
     teacher.close()

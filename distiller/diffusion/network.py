@@ -13,7 +13,7 @@ from distiller.diffusion.family import Family
 from distiller.diffusion.pipeline import model_files
 from distiller.tasks.feature_capture import capture_outputs
 from distiller.tasks.skeleton import cast_skeleton
-from distiller.teachers.base import Call, Network, Outputs, Request
+from distiller.teachers.base import Call, HasErrorBands, Network, Outputs, Request
 
 PREDICTION = "prediction"
 UNCONDITIONAL = "unconditional"
@@ -23,7 +23,7 @@ NEGATIVE = "negative_"
 """Prefix of inputs that belong to the negative prompt."""
 
 
-class DiffusionNetwork(Network):
+class DiffusionNetwork(Network, HasErrorBands):
     """The networks of a pipeline that predict.
 
     Inputs of a request: `latents` [B, C, F, H, W] float32, `timesteps` [B] float32, the prompts' conditions [B, ...] by
@@ -49,6 +49,11 @@ class DiffusionNetwork(Network):
         """The index of each sample's module, by the pipeline's rule; empty with one module."""
         boundary = self.boundary_timestep
         return () if boundary is None else tuple(0 if t >= boundary else 1 for t in timesteps)
+
+    def error_band(self, request: Request) -> str:
+        whole = self._files.num_train_timesteps
+        third = min(int(3 * float(request.inputs["timesteps"][0]) / whole), 2)
+        return f"timesteps {third * whole // 3} to {(third + 1) * whole // 3}"
 
     def skeleton(self, name: str, dtype: torch.dtype) -> nn.Module:
         model_class = self.architecture.model_class

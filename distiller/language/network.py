@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from distiller.errors import UserError
+from distiller.language.loss.chunked_loss import chunked_loss
+from distiller.language.loss.targets import HiddenTarget
+from distiller.language.loss.token_losses import Objective
 from distiller.language.model.files import LanguageFiles
 from distiller.language.model.logits import Head, TokenIds, product_width
 from distiller.storage.weight_files import WeightFiles
 from distiller.tasks.feature_capture import block_hidden, capture_outputs
-from distiller.teachers.base import Call, Network, Outputs, Request
+from distiller.teachers.base import Call, Figures, HasTokenErrors, Network, Outputs, Request
 
 BODY = "body"
 """Name of the network's only module: the model without its output layer."""
@@ -25,7 +28,7 @@ FEATURES = "features/"
 
 
 @final
-class LanguageNetwork(Network):
+class LanguageNetwork(Network, HasTokenErrors):
     """Returns last hidden states, not logits: a token's logits, one per id, take far more memory to move or to store.
 
     Request inputs: `input_ids` and `position_ids` [B, L] int64; see `distiller.language.data.batch.LanguageBatch`.
@@ -80,6 +83,21 @@ class LanguageNetwork(Network):
 
     def merge(self, request: Request, outputs: Sequence[Outputs]) -> Outputs:
         return outputs[0]
+
+    def token_errors(self, quantised: Sequence[Outputs], reference: Sequence[Outputs], dtype: torch.dtype) -> Figures:
+        """KL(reference || quantised), the mean in nats, and the share of positions with the same most likely token."""
+        ours, theirs = (
+            torch.cat([output[HIDDEN].flatten(0, 1) for output in outputs]) for outputs in (quantised, reference)
+        )
+        head, mask = self.load_head(dtype, ours.device), torch.ones(len(ours), dtype=torch.bool, device=ours.device)
+        options = {"bias": head.bias, "change": head.change, "ids": head.ids}
+        with torch.no_grad():
+            target = HiddenTarget.of(theirs, head)
+            sums = chunked_loss(ours, head.weight, target, mask.long(), mask, Objective(), **options)
+        return {
+            "KL in nats": float(sums.divergence) / len(ours),
+            "same top token": float(sums.agreeing) / len(ours),
+        }
 
     def head_bytes(self, dtype: torch.dtype) -> int:
         """Bytes of the output layer that `load_head` returns for this dtype. Reads no weights."""

@@ -21,6 +21,10 @@ Outputs = dict[str, Tensor]
 """Name -> output [B, ...] of one request or call, without gradients, on the caller's device."""
 
 
+Figures = dict[str, float]
+"""Name, with its unit, -> value."""
+
+
 @final
 @dataclass(frozen=True)
 class Request:
@@ -107,6 +111,22 @@ class Network(ABC):
         modules = (self.skeleton(name, torch.float32) for name in self.module_names)
         inside = sum(parameter.numel() for module in modules for parameter in module.parameters())
         return inside + self.num_replicated_head_parameters
+
+
+class HasErrorBands(ABC):
+    """A network whose quantised outputs are off by different amounts at different inputs, such as timesteps."""
+
+    @abstractmethod
+    def error_band(self, request: Request) -> str:
+        """In words, the band of inputs to which a request of one sample belongs."""
+
+
+class HasTokenErrors(ABC):
+    """A network of which what matters is the distribution over tokens that follows from its outputs."""
+
+    @abstractmethod
+    def token_errors(self, quantised: Sequence[Outputs], reference: Sequence[Outputs], dtype: torch.dtype) -> Figures:
+        """Figure's name -> value, over all positions of the outputs. Reads the output layer; does not communicate."""
 
 
 @final

@@ -20,6 +20,7 @@ from distiller.errors import CheckpointError
 from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import Task
 from distiller.teachers.base import Teacher
+from distiller.teachers.quantization.error import QuantizationError
 from distiller.training.tracking import Tracker
 
 
@@ -48,7 +49,7 @@ class Run:
     ranks: Ranks
     skipped_steps: int
     stages_s: float
-    quantization_error: float | None = None
+    quantization_error: QuantizationError | None = None
     started: float = field(default_factory=time.perf_counter)
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0

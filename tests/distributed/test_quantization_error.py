@@ -28,7 +28,7 @@ def measure(weights: Path) -> list[tuple[float, str]]:
         options = setup(quantization="int8", placement=placement)
         teacher, told = open_teacher(network, options), io.StringIO()
         with redirect_stdout(told):
-            error = measure_error(network, options, teacher, iter(requests))
+            error = measure_error(network, options, teacher, iter(requests)).relative
         teacher.close()
         found.append((error, told.getvalue()))
     return found

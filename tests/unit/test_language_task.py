@@ -54,8 +54,7 @@ def loss_of(task: CausalLMTask, batch: MaskedBatch, trained: Any) -> float:
     from distiller.teachers.factory import open_alone
 
     task.load_data(toys.ALONE, None)
-    options = task._recipe.teacher
-    teacher = open_alone(task.network, options, torch.float32, torch.device("cpu"))
+    teacher = open_alone(task.network, task._recipe, torch.float32, torch.device("cpu"))
     outputs = teacher.predict([task.request(batch)])[0]
     with torch.no_grad():
         return float(task.loss(trained(**task.student_inputs(batch, outputs, torch.float32)), outputs, batch).total)
@@ -285,6 +284,40 @@ def test_a_student_equal_to_its_teacher_has_nothing_to_learn(make_recipe, kind):
     task = task_of(recipe)
     batch = task.collate([toy_causal_lm.sample(0, 9), toy_causal_lm.sample(1, 17)])
     assert abs(loss_of(task, batch, task.build_student())) < 1e-4
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "nf4"])
+def test_the_error_of_a_quantised_teacher_is_given_in_tokens(make_recipe, capsys, quantization):
+    folder = run(make_recipe(teacher={"quantization": quantization}, train={"max_steps": 1}))
+    summary = json.loads((folder / "summary.json").read_text())
+    figures = summary["teacher_quantization_figures"]
+    # The toy's large weights and five layers enlarge the error of 4 bits.
+    assert 0 < figures["KL in nats"] < (1 if quantization == "nf4" else 0.2)
+    assert 0.3 < figures["same top token"] <= 1
+    told = f"; KL in nats: {figures['KL in nats']:.3g}; same top token: {figures['same top token']:.3g})"
+    assert f"{quantization} teacher: its outputs differ from float32's by " in (output := capsys.readouterr().out)
+    assert told in output
+
+
+def test_token_errors_are_those_of_the_logits(make_recipe, teacher):
+    generator = torch.Generator().manual_seed(0)
+    reference = [torch.randn(1, length, 32, generator=generator) for length in (5, 9)]
+    quantised = [hidden + 0.1 * torch.randn(hidden.shape, generator=generator) for hidden in reference]
+    network = task_of(make_recipe()).network
+    figures = network.token_errors(
+        [{"hidden": h} for h in quantised], [{"hidden": h} for h in reference], torch.float32
+    )
+    head = AutoModelForCausalLM.from_pretrained(teacher, dtype=torch.float32).lm_head.weight.detach()[
+        : network.ids.size
+    ]
+    absent = list(network.ids.absent)
+    p, q = (
+        (torch.cat(hidden, 1)[0] @ head.T).index_fill(1, torch.tensor(absent, dtype=torch.long), -torch.inf).softmax(-1)
+        for hidden in (reference, quantised)
+    )
+    divergence = torch.where(p > 0, p * (p.log() - q.log()), 0.0).sum(-1).mean()
+    agreement = (p.argmax(-1) == q.argmax(-1)).float().mean()
+    assert figures == pytest.approx({"KL in nats": divergence.item(), "same top token": agreement.item()}, rel=1e-4)
 
 
 def test_a_larger_vocabulary_is_compared_over_the_ids_that_both_have(make_recipe, tmp_path, capsys):

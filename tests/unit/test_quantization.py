@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import bitsandbytes
@@ -18,8 +19,8 @@ from distiller.errors import UserError
 from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
 from distiller.teachers.factory import open_teacher
+from distiller.teachers.quantization.error import _choose, measure_error
 from distiller.teachers.quantization.error import _errors as relative_errors
-from distiller.teachers.quantization.error import measure_error
 from distiller.teachers.quantization.layers import QuantizedLinear, layer_class, why_not_on
 from distiller.teachers.quantization.modules import convert_linears, plan_quantized_modules
 from tests import toys
@@ -211,22 +212,39 @@ def requests_of_one(count: int = 5) -> list[Request]:
 @pytest.mark.parametrize("placement", ["replicated", "balanced", "disk"])
 def test_its_error_is_that_of_the_whole_teachers_answers(pipeline, placement, capsys, tmp_path):
     network, asked = WatchedNetwork(pipeline), requests_of_one()
-    whole = open_teacher(network, setup(torch.bfloat16)).predict(asked[:4])
+    whole = open_teacher(network, setup(torch.bfloat16)).predict(asked)
     options = setup(torch.bfloat16, quantization="int8", placement=placement, stages_dir=tmp_path)
     teacher = open_teacher(network, options)
     capsys.readouterr()
-    outputs = teacher.predict(asked[:4])
-    error = measure_error(network, options, teacher, iter(asked))
+    outputs = teacher.predict(asked)
+    measured = measure_error(network, options, teacher, iter(asked))
     teacher.close()
-    expected = {}
-    for name in ("prediction", "features/1"):
-        ours, theirs = (torch.cat([one[name].double() for one in answered]) for answered in (outputs, whole))
-        expected[name] = float((ours - theirs).norm() / theirs.norm())
+    error = measured.relative
+
+    def expected_of(indices: Sequence[int]) -> dict[str, float]:
+        errors = {}
+        for name in ("prediction", "features/1"):
+            ours, theirs = (torch.cat([found[i][name].double() for i in indices]) for found in (outputs, whole))
+            errors[name] = float((ours - theirs).norm() / theirs.norm())
+        return errors
+
+    expected = expected_of(range(5))
     worst = max(expected, key=lambda name: expected[name])
     assert error == pytest.approx(expected[worst], rel=1e-4)
     assert 1e-3 < error < 0.02
-    told = f"its outputs differ from bfloat16's by {error:.1%} ({worst}, the worst of 2; relative, 4 samples)"
+    in_bands = {"timesteps 0 to 333": [0], "timesteps 333 to 666": [2, 3], "timesteps 666 to 1000": [1, 4]}
+    bands = {name: max(expected_of(indices).values()) for name, indices in in_bands.items()}
+    assert measured.figures == pytest.approx(bands, rel=1e-4)
+    assert measured.largest == pytest.approx(max(error, *bands.values()), rel=1e-4)
+    told = f"its outputs differ from bfloat16's by {error:.1%} ({worst}, the worst of 2; relative, 5 samples; "
+    told += "; ".join(f"{name}: {value:.3g}" for name, value in measured.figures.items()) + ")"
     assert capsys.readouterr().out == f"int8 teacher: {told}\n"
+
+
+def test_at_most_two_samples_of_a_kind_are_used(pipeline):
+    network, asked = WatchedNetwork(pipeline), requests_of_one()
+    chosen = _choose(network, [asked[0], asked[2], asked[0], asked[0], asked[1], *asked])
+    assert [request.sample_ids[0] for request in chosen] == [0, 2, 0, 1, 1, 2, 3, 4]
 
 
 def test_an_error_above_the_limit_is_refused(pipeline, tmp_path):

@@ -142,7 +142,7 @@ def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, cha
     task = build_task(recipe)
     data = task.load_data(toys.ALONE, None)
     request = task.request(task.collate([data[0, number] for number in range(3)]))
-    teacher, answers = open_alone(task.network, recipe.teacher, torch.float32, torch.device("cpu")), []
+    teacher, answers = open_alone(task.network, recipe, torch.float32, torch.device("cpu")), []
     for is_on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
             answers.append(teacher.predict([request])[0])

@@ -185,7 +185,7 @@ def test_the_teacher_runs_outside_of_the_caller_s_autocast(folder, tmp_path, stu
     task = build_task(recipe)
     data = task.load_data(toys.ALONE, None)
     batch = task.collate([data[0, number] for number in range(3)])
-    teacher = open_alone(task.network, recipe.teacher, torch.float32, torch.device("cpu"))
+    teacher = open_alone(task.network, recipe, torch.float32, torch.device("cpu"))
     request, answers = task.request(batch), []
     for is_on in (False, True):
         with torch.autocast("cpu", torch.bfloat16, enabled=is_on):

@@ -408,7 +408,9 @@ def test_the_error_of_an_int8_teacher_is_on_record(make_recipe, capsys, fresh):
         folder = run(recipe)
         error = json.loads((folder / "summary.json").read_text())["teacher_quantization_error"]
         assert 1e-4 < error < 0.05
-        line = f"int8 teacher: its outputs differ from float32's by {error:.1%} (relative, 2 samples)\n"
+        figures = json.loads((folder / "summary.json").read_text())["teacher_quantization_figures"]
+        assert set(figures) <= {f"timesteps {band}" for band in ("0 to 333", "333 to 666", "666 to 1000")}
+        line = f"int8 teacher: its outputs differ from float32's by {error:.1%} (relative, "
         assert capsys.readouterr().out.count(line) == 1
         shutil.rmtree(folder)
         fresh()

@@ -5,62 +5,109 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
+from typing import final
 
 import torch
 
 from distiller.errors import UserError
-from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher
+from distiller.teachers.base import (
+    Figures,
+    HasErrorBands,
+    HasTokenErrors,
+    Network,
+    Outputs,
+    Request,
+    Setup,
+    Teacher,
+)
 from distiller.teachers.disk import DiskTeacher
 
-NUM_SAMPLES_PER_MODULE = 2
+NUM_SAMPLES = 2
+"""For each module, and of a network with bands for each module and band."""
 MAX_SAMPLES_EXAMINED = 64
-"""Requests that are searched for `NUM_SAMPLES_PER_MODULE` of each module."""
+"""Requests that are searched for them."""
 
 
-def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: Iterable[Request]) -> float:
-    """||q - f|| / ||f|| of the output for which it is largest, in the 2-norm over all samples; rank 0 prints it.
+@final
+@dataclass(frozen=True)
+class QuantizationError:
+    """How far quantised outputs are from those of the same weights unquantised.
 
-    q are the quantised teacher's outputs, f those of the unquantised weights in `teacher.dtype`. Communicates. Rank 0
-    reads the unquantised weights from their files once; its device holds two blocks of them and the weights outside of
-    blocks, beside the quantised teacher. Returns the same number on every rank. Raises UserError on all of them if it
-    is above `teacher.max_quantization_error`.
+    Attributes:
+        relative: ||q - f|| / ||f|| of the output for which it is largest, in the 2-norm over all samples.
+        figures: the same by band, and what else the network tells; by name.
+        largest: of `relative` and its values in the bands.
+    """
+
+    relative: float
+    figures: Figures
+    largest: float
+
+
+def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: Iterable[Request]) -> QuantizationError:
+    """The error of the quantised teacher's outputs; rank 0 prints it.
+
+    Communicates. Rank 0 reads the unquantised weights from their files once; its device holds two blocks of them and
+    the weights outside of blocks, beside the quantised teacher. Returns the same on every rank. Raises UserError on all
+    of them if the error, in a band if there are bands, is above `teacher.max_quantization_error`.
 
     Args:
         teacher: the quantised teacher.
-        requests: of one sample each, on any device, the same on every rank; of each module the first
-            `NUM_SAMPLES_PER_MODULE` are used.
+        requests: of one sample each, on any device, the same on every rank; the first `NUM_SAMPLES` of each kind are
+            used.
     """
-    chosen = [_to(request, setup.ranks.device) for request in _choose(requests, len(network.module_names))]
-    quantized = teacher.predict(chosen)
-    errors = setup.ranks.broadcast_from_main(lambda: _errors(quantized, _unquantised(network, setup, chosen)))
-    name = max(errors, key=lambda name: errors[name])
+    chosen = [_to(request, setup.ranks.device) for request in _choose(network, requests)]
+    quantised = teacher.predict(chosen)
+    error, name, num_outputs = setup.ranks.broadcast_from_main(lambda: _measure(network, setup, chosen, quantised))
+    kind, dtype = setup.options.quantization, str(setup.dtype).removeprefix("torch.")
     if setup.ranks.is_main:
-        dtype = str(setup.dtype).removeprefix("torch.")
-        which = f"{name}, the worst of {len(errors)}; " if len(errors) > 1 else ""
+        which = f"{name}, the worst of {num_outputs}; " if num_outputs > 1 else ""
+        told = "".join(f"; {figure}: {value:.3g}" for figure, value in error.figures.items())
         print(
-            f"{setup.options.quantization} teacher: its outputs differ from {dtype}'s by {errors[name]:.1%} "
-            f"({which}relative, {len(chosen)} samples)"
+            f"{kind} teacher: its outputs differ from {dtype}'s by {error.relative:.1%} "
+            f"({which}relative, {len(chosen)} samples{told})"
         )
     limit = setup.options.max_quantization_error
-    if limit is not None and errors[name] > limit:
+    if limit is not None and error.largest > limit:
         raise UserError(
-            f"{setup.options.quantization} teacher: the error of its outputs, {errors[name]:.2%}, is above "
+            f"{kind} teacher: the error of its outputs, {error.largest:.2%}, is above "
             f"teacher.max_quantization_error ({limit:.2%}); choose another teacher.quantization, or a higher limit"
         )
-    return errors[name]
+    return error
 
 
-def _choose(requests: Iterable[Request], num_modules: int) -> list[Request]:
-    """The first `NUM_SAMPLES_PER_MODULE` requests for each module."""
-    counts: Counter[tuple[int, ...]] = Counter()
-    chosen = []
+def _measure(
+    network: Network, setup: Setup, requests: Sequence[Request], quantised: Sequence[Outputs]
+) -> tuple[QuantizationError, str, int]:
+    """(The error, the output for which it is largest, the number of outputs). One rank alone."""
+    reference = _unquantised(network, setup, requests)
+    errors = _errors(quantised, reference)
+    name = max(errors, key=errors.__getitem__)
+    figures, by_band = {}, {}
+    if isinstance(network, HasErrorBands):
+        bands = [network.error_band(request) for request in requests]
+        for band in sorted(set(bands)):
+            pairs = [pair for pair, at in zip(zip(quantised, reference, strict=True), bands, strict=True) if at == band]
+            by_band[band] = max(_errors(*zip(*pairs, strict=True)).values())
+    if isinstance(network, HasTokenErrors):
+        figures = network.token_errors(quantised, reference, setup.dtype)
+    error = QuantizationError(errors[name], by_band | figures, max(errors[name], *by_band.values(), 0.0))
+    return error, name, len(errors)
+
+
+def _choose(network: Network, requests: Iterable[Request]) -> list[Request]:
+    """The first `NUM_SAMPLES` requests for each module and band."""
+    counts: Counter[tuple[tuple[int, ...], str]] = Counter()
+    band_of = network.error_band if isinstance(network, HasErrorBands) else None
+    chosen: list[Request] = []
     for request in islice(requests, MAX_SAMPLES_EXAMINED):
-        if counts[request.modules] < NUM_SAMPLES_PER_MODULE:
-            counts[request.modules] += 1
+        kind = request.modules, "" if band_of is None else band_of(request)
+        if counts[kind] < NUM_SAMPLES:
+            counts[kind] += 1
             chosen.append(request)
-        if len(chosen) == NUM_SAMPLES_PER_MODULE * num_modules:
+        if band_of is None and len(chosen) == NUM_SAMPLES * len(network.module_names):
             break
     return chosen
 
