@@ -7,8 +7,8 @@
 A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
 imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs the group's unit
 tests until one fails. With --all-tests, survivors are run again with all unit tests. Messages, annotations, decorators,
-docstrings, progress bars, limits of memory and device arguments are not changed. Exit code 1 if less than --at-least
-percent were detected.
+docstrings, progress bars, limits of memory, device arguments and what only a GPU runs are not changed. Exit code 1 if
+less than --at-least percent were detected.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ),
         (
             *("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
-            *("picture_families", "picture_training", "pipeline_defaults", "wan_*", "training"),
+            *("picture_families", "picture_training", "pipeline_defaults", "wan_*", "training", "interrupted_stages"),
         ),
     ),
     "keys": (
@@ -87,7 +87,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
             *("distiller/student_state/moving_average.py", "distiller/tasks/micro_batch.py"),
             *("distiller/data/order.py", "distiller/checkpoint/schedule.py"),
         ),
-        ("optim", "order", "reference_training", "trainer", "cache*"),
+        ("optim", "order", "reference_training", "trainer", "checkpoint", "cache*"),
     ),
 }
 """Group -> (files, names of the unit tests that run first)."""
@@ -100,8 +100,11 @@ UNSEEN = (
 UNSEEN_CALLS = ("Error", "print", "Field", "warn", "TypeVar", "tqdm", "perf_counter", "unset_hf_deepspeed_config")
 """Endings of functions that say or measure something, or that matter under an engine of several processes alone."""
 
-LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT")
-"""Beginnings of constants that bound memory or number a format: results are the same with any value."""
+LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT", "READER_VERSION")
+"""Beginnings of constants that bound memory or a message, or number a format: results are the same with any value."""
+
+UNSEEN_CONDITIONS = ("TYPE_CHECKING", "device.type == 'cuda'")
+"""Conditions of statements that only a type checker reads or that only a GPU runs; the tests run on a CPU."""
 
 SWAPS: dict[type[ast.AST], type[ast.AST]] = {
     **{ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult},
@@ -140,10 +143,10 @@ class Mutator(ast.NodeTransformer):
         return ast.copy_location(changed, node) if number == self.target else node
 
     def visit(self, node: ast.AST) -> Any:
-        # Messages, types, docstrings and what only a type checker reads.
+        # Messages, types, docstrings and what does not run.
         if isinstance(node, ast.Raise | ast.Assert | ast.Import | ast.ImportFrom | ast.JoinedStr):
             return node
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and not node.orelse and ast.unparse(node.test) in UNSEEN_CONDITIONS:
             return node
         return super().visit(node)
 
@@ -210,6 +213,9 @@ class Mutator(ast.NodeTransformer):
         return node
 
     def visit_Compare(self, node: ast.Compare) -> Any:
+        # On which side of a limit its own value lies changes no result either.
+        if ast.unparse(node.comparators[0]).startswith("MAX_"):
+            return node
         self.generic_visit(node)
         if len(node.ops) == 1 and type(node.ops[0]) in SWAPS:
             changed = ast.Compare(node.left, [SWAPS[type(node.ops[0])]()], node.comparators)  # type: ignore[list-item]

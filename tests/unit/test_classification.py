@@ -245,6 +245,13 @@ class TestData:
         plain = AutoImageProcessor.from_pretrained(teachers["vit"], backend="pil")
         assert np.array_equal(ours, plain(Image.fromarray(picture))["pixel_values"][0])
 
+    @pytest.mark.parametrize("height", [1, 3])
+    def test_few_rows_of_pixels_are_not_taken_for_channels(self, teachers, height):
+        colour = np.array([10, 100, 200], np.uint8)
+        process = Processor(teachers["vit"], 3, "teacher")
+        flat, square = (process(np.broadcast_to(colour, (rows, 50, 3)).copy()) for rows in (height, 50))
+        assert np.array_equal(flat, square)
+
     def test_augmentation_is_a_function_of_seed_epoch_and_sample(self):
         picture = np.arange(40 * 60 * 3, dtype=np.uint32).reshape(40, 60, 3)
         how = Augmentation("crop-flip", 0.5)

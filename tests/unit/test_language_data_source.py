@@ -192,6 +192,18 @@ def test_the_datas_digest_is_that_of_the_tokens(tmp_path, monkeypatch):
     assert LanguageSource(language_recipe(tmp_path / "one", **corpus), dated).data_digest == first.data_digest
 
 
+def test_python_files_of_the_tokenizer_s_folder_run_only_where_they_are_trusted(tmp_path, corpus):
+    folder = byte_level(tmp_path / "tokenizer")
+    own_class = "from transformers import PreTrainedTokenizerFast\n\n\nclass OwnTokenizer(PreTrainedTokenizerFast):\n"
+    (folder / "own_tokenizer.py").write_text(f"{own_class}    pass\n")
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "own_tokenizer.OwnTokenizer"]}}
+    config = folder / "tokenizer_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | own))
+    with pytest.raises(UserError, match="contains custom code"):
+        LanguageSource(language_recipe(tmp_path, **corpus), folder)
+    assert LanguageSource(language_recipe(tmp_path, **corpus), folder, trusts_code=True).num_samples > 0
+
+
 def test_special_tokens_of_a_chat_template_belong_to_the_key(tmp_path):
     folders = [byte_level(tmp_path / name, "{{ bos_token }}" + CHAT) for name in ("one", "two")]
     config = folders[1] / "tokenizer_config.json"

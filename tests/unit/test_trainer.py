@@ -18,6 +18,7 @@ from distiller.errors import AgreedError, RunError, StoppedError
 from distiller.student_state.moving_average import MovingAverage
 from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
+from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.loop import train
 from distiller.training.tracking import _peak_of
 from tests.toy_state import IDENTITY
@@ -167,6 +168,18 @@ def test_running_statistics_are_those_of_the_updates_taken(tmp_path, is_in_data,
     saved = dict(CheckpointReader(tmp_path / "checkpoints" / "step-8").whole("weights"))
     assert torch.equal(saved["model.0.running_var"], ours.running_var)
     assert all(torch.isfinite(value).all() for value in saved.values())
+
+
+def test_only_persistent_buffers_are_restored():
+    """A submodule's buffer that is not persistent keeps its new value, beside a persistent one of the same name."""
+    student = torch.nn.Sequential(torch.nn.Module(), torch.nn.Module())
+    student[0].register_buffer("mean", torch.zeros(2))
+    student[1].register_buffer("mean", torch.zeros(2), persistent=False)
+    rollback = BufferRollback(student)
+    for buffer in student.buffers():
+        buffer.fill_(1.0)
+    rollback.keep_or_restore(torch.ones(()))
+    assert [buffer.tolist() for buffer in student.buffers()] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 @pytest.mark.parametrize("log_every", [1, 100])

@@ -17,6 +17,7 @@ from distiller.checkpoint.reading import CheckpointReader
 from distiller.config.recipe import Recipe
 from distiller.data import rng
 from distiller.data.latents import LatentStore
+from distiller.diffusion.rollout import RolloutPlan
 from distiller.errors import RunError, UserError
 from tests import toys
 
@@ -253,6 +254,15 @@ def test_stored_targets_need_no_teacher_in_the_loop(make_recipe):
     points = [store.trajectory_point(0, step)[0] for step in range(3)]
     assert torch.equal(points[0], rng.noise(3, 0, 0, (4, 1, 4, 4), "rollout"))
     assert (folder / "samples.png").is_file()
+
+
+@pytest.mark.parametrize(("targets", "num_tensors"), [("live", 1), ("stored", 1 + 2 * 5)])
+@pytest.mark.parametrize(("dtype", "element_bytes"), [("float32", 4), ("bfloat16", 2)])
+def test_the_size_of_a_rollout_counts_every_stored_tensor(make_recipe, targets, num_tensors, dtype, element_bytes):
+    """Of each sample its latent and, with stored targets, an input and a prediction at each of five timesteps."""
+    recipe = make_recipe(task={"targets": targets}, rollout={"samples_per_prompt": 3, "dtype": dtype})
+    plan = RolloutPlan(("a cat", "a dog"), (0, 1), (4, 1, 8, 8), recipe, num_predictions=5, num_passes=10)
+    assert plan.num_bytes == 2 * 3 * num_tensors * (4 * 1 * 8 * 8) * element_bytes
 
 
 def test_the_rollout_is_reused_under_its_key_and_drawn_again_under_another(make_recipe, tmp_path, capsys, fresh):
