@@ -21,6 +21,7 @@ from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.tasks.base import LossSum
 from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
+from distiller.training.attention_kernels import AttentionNotice
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.data_wait import DataWaitNotice
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
@@ -46,10 +47,12 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     )
     buffer_rollback = BufferRollback(run.student)
     profiler = StepProfiler(recipe.profile.steps, Path(recipe.output_dir), run.ranks, run.first_step)
+    attention = AttentionNotice(recipe.profile.steps, run.ranks, run.first_step)
     data_wait = DataWaitNotice(recipe.train.num_workers, run.ranks)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         profiler.begin(step)
+        attention.begin(step)
         with timer.part("data"):
             micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
         micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
@@ -124,6 +127,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
             saved_at, saved_step = time.monotonic(), step
         if is_logged:
             timer.restart()
+        if attention.end():
+            timer.discard()
     run.checkpoints.finish()
     return Outcome(metrics, _spent(run, timer), save_error)
 

@@ -68,6 +68,12 @@ class StepTimer:
         """Begins a new window; the time since `read` (logging, a checkpoint) is not counted."""
         self._steps, self._started = 0, time.perf_counter()
 
+    def discard(self) -> None:
+        """Begins a new window; the steps since `restart` are not counted either."""
+        self._host_s.clear()
+        self._events.clear()
+        self.restart()
+
     def timed(self) -> tuple[int, float]:
         """Steps and seconds of all windows that were read; without the first (warm-up) where there are others."""
         windows = self._windows[1:] or self._windows
