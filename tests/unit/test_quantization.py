@@ -12,6 +12,8 @@ from diffusers import BitsAndBytesConfig, WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
 from torch import nn
 
+from distiller.build import build_task
+from distiller.config.loading import parse
 from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
@@ -23,7 +25,7 @@ from distiller.teachers.quantization.error import _choose, measure_error
 from distiller.teachers.quantization.error import _errors as relative_errors
 from distiller.teachers.quantization.layers import QuantizedLinear, layer_class, why_not_on
 from distiller.teachers.quantization.modules import convert_linears, plan_quantized_modules
-from tests import toys
+from tests import toy_causal_lm, toys
 from tests.toy_network import setup
 from tests.unit.test_wan_network import inputs_for
 
@@ -264,6 +266,14 @@ def test_without_bitsandbytes_it_says_what_to_install(pipeline, monkeypatch):
     with pytest.raises(UserError, match=r"pip install 'distiller\[quantization\]'"):
         open_teacher(WatchedNetwork(pipeline), setup(quantization="nf4"))
     open_teacher(WatchedNetwork(pipeline), setup(quantization="int8"))
+
+
+def test_a_model_without_linear_layers_is_refused(tmp_path):
+    """GPT-2 has layers of its own instead."""
+    model = toy_causal_lm.save_model(tmp_path / "gpt2", toy_causal_lm.gpt2_config())
+    task = build_task(parse(toy_causal_lm.recipe(tmp_path, model)))
+    with pytest.raises(UserError, match=r"quantization is int8 and .*gpt2.* has no linear layer that it takes"):
+        open_teacher(task.network, setup(quantization="int8"))
 
 
 def test_a_device_without_such_products_is_refused(pipeline, monkeypatch):

@@ -35,19 +35,25 @@ def plan_quantized_modules(
         return plan_modules(network, setup, is_reader)
     setup.ranks.all_succeed(lambda: _check_device(setup))
     kind = layer_class(quantization)
-    plans = plan_modules(network, setup, is_reader)
+    plans, num_converted = plan_modules(network, setup, is_reader), 0
     for plan in plans:
         # Only a 16-bit skeleton shows which parameters the library keeps in float32.
         narrow = network.skeleton(plan.name, torch.bfloat16)
         parameters = narrow.named_parameters(remove_duplicate=False)
         kept = {name for name, parameter in parameters if parameter.dtype == torch.float32}
         converted = convert_linears(plan.module, kept, kind)
+        num_converted += len(converted)
         plan.units = lay_out(plan.module, network.block_names(plan.name))
         if plan.files is None:
             continue
         files = QuantizedFiles(plan.files, converted, kind.quantize, setup.dtype, setup.ranks.device)
         # QuantizedFiles has those members of WeightFiles that reading needs.
         plan.files = store_quantized(network, plan, files, setup) if reads_again else cast(WeightFiles, files)
+    if not num_converted:
+        raise UserError(
+            f"teacher.quantization is {quantization} and {network.origin} has no linear layer that it takes; leave "
+            "quantization out"
+        )
     return plans
 
 
