@@ -347,13 +347,14 @@ def test_float16_weights_get_the_gradient_of_many_tokens():
     labels, mask = torch.full((2048,), 3), torch.ones(2048, dtype=torch.bool)
     gradients = []
     for dtype in (torch.float16, torch.float64):
-        ours = weight.to(dtype).requires_grad_()
+        ours, bias = weight.to(dtype).requires_grad_(), torch.zeros(11, dtype=dtype, requires_grad=True)
         target = LogitsTarget(torch.zeros(2048, 11, dtype=dtype))
-        sums = chunked_loss(hidden.to(dtype), ours, target, labels, mask, Objective(ForwardKL(), 1.0, 0.0))
+        sums = chunked_loss(hidden.to(dtype), ours, target, labels, mask, Objective(ForwardKL(), 1.0, 0.0), bias=bias)
         (sums.loss / 2048).backward()
-        gradients.append(ours.grad)
-    assert gradients[0].dtype is torch.float16
-    torch.testing.assert_close(gradients[0].double(), gradients[1], rtol=1e-2, atol=1e-3)
+        gradients.append((ours.grad, bias.grad))
+    for half, exact in zip(*gradients, strict=True):
+        assert half.dtype is torch.float16
+        torch.testing.assert_close(half.double(), exact, rtol=1e-2, atol=1e-3)
 
 
 def test_float16_keeps_small_gradients():

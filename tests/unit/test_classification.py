@@ -20,6 +20,7 @@ from torch import nn
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    CLIPConfig,
     Dinov2Config,
     LevitConfig,
     PoolFormerConfig,
@@ -41,8 +42,9 @@ from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.prediction_grid import prediction_grid
 from distiller.vision.samples import Augmentation, split_held_out
 from distiller.vision.sources import open_pictures
-from distiller.vision.structure import inspect_model
+from distiller.vision.structure import first_tensor, inspect_model
 from distiller.vision.student import check_features
+from distiller.vision.task import _num_channels
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -110,6 +112,21 @@ class TestStructure:
         both = prediction_grid([small, wide], ["cat", "dog"], [0, None], {"student": [1, 0]})
         one = prediction_grid([wide, wide], ["cat", "dog"], [0, None], {"student": [1, 0]})
         assert both.size == one.size
+
+    def test_a_picture_of_one_pixel_fills_its_place_in_a_grid(self):
+        one, many = (
+            prediction_grid([np.zeros((side, side, 3), np.uint8)], ["cat"], [0], {"student": [0]}) for side in (1, 8)
+        )
+        assert np.array_equal(np.asarray(one), np.asarray(many))
+
+    def test_pictures_have_the_config_s_channels_or_three_where_it_names_none(self):
+        assert _num_channels(classifiers.resnet_config(num_channels=1)) == 1
+        assert _num_channels(CLIPConfig()) == 3
+
+    def test_the_first_of_a_block_s_outputs_is_its_hidden_state(self):
+        hidden, attention = torch.ones(1, 2), torch.zeros(1, 2)
+        assert first_tensor((hidden, attention)) is hidden
+        assert first_tensor(hidden) is hidden
 
     def test_a_model_whose_layers_hide_is_one_unit(self):
         assert inspect_model(PoolFormerConfig(), (3, 224, 224)).block_names == ()
@@ -529,6 +546,24 @@ class TestRuns:
         below.fetch()
         assert asked == [["sub/*.safetensors", "sub/*.json"]]
 
+    def test_a_repository_of_a_config_alone_is_refused_unless_its_teacher_is_trained(
+        self, make_data, tmp_path, monkeypatch
+    ):
+        classifiers.resnet_config().save_pretrained(tmp_path / "bare")
+        (tmp_path / "bare" / "preprocessor_config.json").write_text(json.dumps(classifiers.PROCESSOR))
+        monkeypatch.setattr("distiller.storage.hub.snapshot_download", lambda *_, **__: str(tmp_path / "bare"))
+        monkeypatch.setattr("distiller.vision.files.listed_files", lambda *_: frozenset(["config.json"]))
+        with pytest.raises(UserError, match=r"owner/name: holds no weights in model\.safetensors"):
+            parse_task(make_data(teacher={"path": "owner/name"}))
+        assert parse_task(make_data(teacher={"path": "owner/name"}, teacher_training={"max_steps": 4}))._trained
+
+    def test_a_gate_is_missed_below_it_and_without_a_figure(self, make_data):
+        task = parse_task(make_data(evaluation={"min_accuracy_ratio": 0.9}))
+        assert task.missed_gate({"accuracy_ratio": 0.9}) is None
+        assert "reaches 89.0% of the teacher's held-out accuracy" in task.missed_gate({"accuracy_ratio": 0.89})
+        assert "below the gate of 90.0%" in task.missed_gate({"accuracy_ratio": None})
+        assert parse_task(make_data()).missed_gate({"accuracy_ratio": 0.0}) is None
+
     def test_labels_alone_need_no_teacher(self, make_data):
         losses = {"distillation": {"alpha": 0.0}}
         folder = run(make_data(task={"losses": losses, "channels_last": True}))
@@ -555,6 +590,10 @@ class TestRefusals:
         [
             ({"student": {"num_labels": 4}}, "4 classes and the teacher 3"),
             ({"student": {"id2label": {0: "dog", 1: "cat", 2: "owl"}}}, "class 0 is 'dog' and the teacher's 'cat'"),
+            (
+                {"student": {"id2label": {0: "cat", 1: "LABEL_1", 2: "dog"}}},
+                "class 1 is 'LABEL_1' and the teacher's 'dog'",
+            ),
             ({"student": {"num_channels": 1}}, "does not run on pictures of 3 x 32 x 32"),
             ({"train": {"gradient_checkpointing": True}}, "does not offer it"),
             ({"data": {"held_out": 0.99}}, "leaves nothing to train on"),

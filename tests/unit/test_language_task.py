@@ -20,6 +20,7 @@ from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
 from distiller.language.data.batch import IGNORED, MaskedBatch
 from distiller.language.task import CausalLMTask
+from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm, toys
 
 FEATURES = {"weight": 0.5, "student_blocks": [0, 1], "teacher_blocks": [1, 3]}
@@ -51,8 +52,6 @@ def task_of(recipe: Any) -> CausalLMTask:
 
 def loss_of(task: CausalLMTask, batch: MaskedBatch, trained: Any) -> float:
     """The loss sum of a micro-batch, with the teacher in this process."""
-    from distiller.teachers.factory import open_alone
-
     task.load_data(toys.ALONE, None)
     teacher = open_alone(task.network, task._recipe, torch.float32, torch.device("cpu"))
     outputs = teacher.predict([task.request(batch)])[0]
@@ -153,6 +152,20 @@ def test_forms_are_compared_with_the_live_teacher(make_recipe, capsys):
     bias, error = (float(cell.rstrip("%")) for cell in rows["topk+sampled k 4 samples 8"][2:4])
     assert abs(bias) < 5 * error
     assert float(rows["topk+sampled k 4 samples 8"][4]) > 0.95
+
+
+def test_four_times_the_tokens_halve_the_standard_error_of_a_form(make_recipe):
+    task = task_of(make_recipe(cache={"k": 4}))
+    data = task.load_data(toys.ALONE, None)
+    batch = task.collate([data[0, number] for number in range(4)])
+    teacher = open_alone(task.network, task._recipe, torch.float32, torch.device("cpu"))
+    outputs = teacher.predict([task.request(batch)])[0]
+    errors = []
+    for times in (1, 4):
+        lines = task.compare_forms([batch] * times, [outputs] * times).splitlines()
+        (row,) = [line for line in lines if line.startswith("topk k")]
+        errors.append(float(row.split()[-2].rstrip("%")))
+    assert errors[1] == pytest.approx(errors[0] / 2, rel=0.05)
 
 
 def test_the_output_layer_is_counted_before_it_is_read(make_recipe):

@@ -220,10 +220,11 @@ def test_a_change_that_is_not_the_librarys_is_refused_by_its_keys(monkeypatch, w
         behaviour_probe.check_behaviour(spec, "x", packs=False)
 
 
-def test_an_unknown_change_of_which_no_small_model_shows_anything_is_refused(monkeypatch):
-    spec = ModelSpec(toy_causal_lm.llama_config(logit_scale=0.5), False, "x")
+@pytest.mark.parametrize("scale", [0.5, 2.0])
+def test_an_unknown_change_of_which_no_small_model_shows_anything_is_refused(monkeypatch, scale):
+    spec = ModelSpec(toy_causal_lm.llama_config(logit_scale=scale), False, "x")
     monkeypatch.setattr(behaviour_probe, "MAX_PARAMETERS", 10)
-    with pytest.raises(UserError, match=r"x: what model type llama does to its logits by logit_scale 0\.5"):
+    with pytest.raises(UserError, match=f"x: what model type llama does to its logits by logit_scale {scale}"):
         behaviour_probe.check_behaviour(spec, "x", packs=False)
     # A listed one is known.
     behaviour_probe.check_behaviour(ModelSpec(config_of("granite"), False, "x"), "x", packs=False)

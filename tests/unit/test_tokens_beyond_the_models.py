@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import locale
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from distiller.build import build_task
 from distiller.config.loading import parse
 from distiller.errors import UserError
+from distiller.language import exporting
 from tests import toy_causal_lm
 
 IDS = toy_causal_lm.VOCABULARY
@@ -119,6 +121,18 @@ def test_ids_of_another_tokenizer_that_is_not_exported_are_suppressed(tmp_path):
     task.export({f"model.{name}": value for name, value in model.state_dict().items()}, tmp_path / "exported")
     generation = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
     assert generation["suppress_tokens"] == [IDS]
+
+
+def test_a_generation_config_is_read_as_utf_8_under_every_locale(tmp_path):
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"note": "é"}', encoding="utf-8")
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    try:
+        exporting._suppress(file, [IDS])
+    finally:
+        locale.setlocale(locale.LC_CTYPE, before)
+    assert json.loads(file.read_text(encoding="utf-8")) == {"note": "é", "suppress_tokens": [IDS]}
 
 
 @pytest.mark.parametrize("tied", [False, True])
