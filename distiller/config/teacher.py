@@ -21,7 +21,7 @@ from distiller.config.placements.keys import (
     unread_keys,
 )
 from distiller.config.quantization import Quantization
-from distiller.config.sections import DType, Location, NonNegative, Section
+from distiller.config.sections import DType, Location, NonNegative, PositiveFloat, Section
 from distiller.errors import shown
 
 
@@ -36,7 +36,7 @@ class TeacherKeys(Section):
     )
     dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
     quantization: Quantization = Field(default="none", description="of linear layers' weights, in every placement but")
-    max_quantization_error: Annotated[float, Field(gt=0)] | None = Field(
+    max_quantization_error: PositiveFloat | None = Field(
         default=None, description="the run is refused where quantised outputs differ more, relative; null = any"
     )
     compile: Literal["auto", "none", "default", "max-autotune"] = Field(

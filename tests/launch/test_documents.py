@@ -43,6 +43,7 @@ NOT_RUN = {
         "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
         "python scripts/benchmarks/divergences.py --ids 128000",
+        "python scripts/benchmarks/hand_written.py --model digits --launch cpu --batch-size 32 --side 64 --steps 120",
     ],
     "engines.md": [
         "accelerate launch --config_file accelerate_configs/zero2.yaml --num_processes 8 -m distiller train "
