@@ -17,6 +17,7 @@ from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import compilation_notices, verify
+from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler
@@ -39,6 +40,7 @@ from distiller.session import (
     check_stages_shared,
     join_world,
     load_teacher_and_data,
+    measure_quantization,
     prepare_stages,
     print_missing_durability,
     print_notices,
@@ -51,7 +53,7 @@ from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
-from distiller.teachers.quantization.error import QuantizationError, measure_error
+from distiller.teachers.quantization.error import QuantizationError
 from distiller.teachers.rules import check_placement
 from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes
@@ -183,6 +185,7 @@ def _claim_folder(
         teacher_dtype=str(dtype).removeprefix("torch."),
         student_compile=session.student_compile_mode,
         teacher_compile=setup.compile_mode if asks_teacher else "none",
+        quantization=ARITHMETIC[recipe.teacher.quantization],
     )
     finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
@@ -226,9 +229,8 @@ def _run_stages(session: Session[Any], setup: Setup, cached: tuple[Layout, int] 
     elif recipe.cache.draws is not None and task.has_draws:
         data = RepeatedDraws(data, recipe.cache.draws)
     took_s, quantization_error = time.perf_counter() - started, None
-    if teacher is not None and setup.options.quantization != "none" and recipe.teacher.placement != "cached":
-        requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
-        quantization_error = measure_error(task.network, setup, teacher, requests)
+    if teacher is not None and recipe.teacher.placement != "cached":
+        quantization_error = measure_quantization(session, setup, teacher, data)
     if teacher is not None and not task.needs_live_teacher:
         teacher.close()
         teacher = None

@@ -27,6 +27,7 @@ from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Staged, format_notice, missing_stage
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import load_teacher
+from distiller.teachers.quantization.error import QuantizationError, measure_error
 from distiller.training.update_plan import last_step_of, plan_updates
 
 TaskT = TypeVar("TaskT", bound=Task[Any, Any])
@@ -143,3 +144,17 @@ def load_teacher_and_data(session: Session[Any], setup: Setup | None) -> tuple[T
     # Ranks load at different speeds, and the collectives from here on have short time-outs: they meet first.
     ranks.barrier()
     return teacher, task.load_data(ranks, teacher)
+
+
+def measure_quantization(
+    session: Session[Any], setup: Setup, teacher: Teacher, data: Dataset[Any]
+) -> QuantizationError | None:
+    """The error of a quantised teacher on the run's own first samples; None where it is not quantised. Communicates.
+
+    Raises UserError if it is above `teacher.max_quantization_error`.
+    """
+    if setup.options.quantization == "none":
+        return None
+    task = session.task
+    requests = (task.request(task.collate([data[0, sample_id]])) for sample_id in range(task.num_samples))
+    return measure_error(task.network, setup, teacher, requests)

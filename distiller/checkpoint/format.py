@@ -28,7 +28,8 @@ class Identity:
     """What determines an update's result (compared on resume), and how the student was sharded (engine, world_size).
 
     `mixed_precision`, `teacher_dtype` and the modes of torch.compile have `auto` resolved. The modes may differ on
-    resume, which is said: they change roundings alone. Older files have none, and nothing was compiled.
+    resume, which is said: they change roundings alone. Older files have none, and nothing was compiled. `quantization`
+    is what the teacher's layers compute; older files have none, and a teacher that was quantised then is another one.
     """
 
     engine: str
@@ -40,6 +41,7 @@ class Identity:
     teacher_dtype: str
     student_compile: str = "none"
     teacher_compile: str = "none"
+    quantization: str = "none"
 
 
 @final

@@ -10,11 +10,12 @@ from distiller.checkpoint.reading import find_damage, read_progress_file
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 
-_COMPARED = ("samples_per_update", "num_samples", "data_digest", "mixed_precision", "teacher_dtype")
+_COMPARED = ("samples_per_update", "num_samples", "data_digest", "mixed_precision", "teacher_dtype", "quantization")
 _REMEDIES = {
     "samples_per_update": "set train.samples_per_update to it",
     "mixed_precision": "set train.mixed_precision to it",
     "teacher_dtype": "set teacher.dtype to it",
+    "quantization": "the version that wrote it quantised the teacher in another way; begin another run",
 }
 
 

@@ -33,6 +33,7 @@ from distiller.session import (
     check_stages_shared,
     join_world,
     load_teacher_and_data,
+    measure_quantization,
     prepare_stages,
     print_missing_durability,
     print_notices,
@@ -81,6 +82,7 @@ def make_cache(recipe: Recipe, repair: bool = False, compare: bool = False) -> N
     if key is None or repair or not _is_complete(session, key):
         teacher, data = load_teacher_and_data(session, setup)
         assert teacher is not None, "a setup is given"
+        measure_quantization(session, setup, teacher, data)
         if key is None:
             _compare(session, teacher, data)
         else:

@@ -170,7 +170,7 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
     """The final figures: of all sessions, but for memory, which is the last one's."""
     loss, took = outcome.metrics.get("loss"), replace(outcome.spent, wall_s=time.perf_counter() - run.started)
     spent = run.checkpoints.spent_before + took
-    samples_per_s = outcome.metrics.get("perf/samples_per_s")
+    samples_per_s, error = outcome.metrics.get("perf/samples_per_s"), run.quantization_error
     if spent.timed_steps:
         samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
     summary = {
@@ -179,8 +179,8 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
         "samples_per_s": samples_per_s,
         "placement": run.placement,
         **{name: value for name, value in outcome.metrics.items() if name.startswith("memory/teacher_")},
-        "teacher_quantization_error": None if run.quantization_error is None else run.quantization_error.relative,
-        "teacher_quantization_figures": {} if run.quantization_error is None else run.quantization_error.figures,
+        "teacher_quantization_error": None if error is None else error.relative,
+        "teacher_quantization_figures": {} if error is None else error.bands | error.figures,
         "world_size": run.accelerator.num_processes,
         "engine": run.engine,
         "mixed_precision": run.mixed_precision,

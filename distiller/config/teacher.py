@@ -52,6 +52,8 @@ class TeacherKeys(Section):
         if self.placement in PLACEMENTS:
             spec = PLACEMENTS[self.placement]
             spec.check_options(spec.options.of(self))
+        if self.max_quantization_error is not None and self.quantization == "none":
+            raise ValueError("teacher.max_quantization_error limits the error of a quantised teacher; set quantization")
         for key in unread_keys(self.placement):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default:

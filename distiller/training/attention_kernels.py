@@ -18,7 +18,7 @@ KERNELS = (
     (re.compile(r"attention_math"), "math"),
     (re.compile(r"flash_attention|flash_attn"), "flash"),
 )
-"""Of an operator's name -> the kernel. Operators of compiled code have the same names."""
+"""Of an operator's name -> the kernel. Fused operators have the same names in compiled code."""
 PARTS = ("teacher", "student")
 """The parts of an update that `StepTimer` marks."""
 
@@ -28,7 +28,9 @@ class AttentionNotice:
     """Prints on rank 0 which attention kernels an update ran, and a warning where a GPU had no fused one.
 
     The update is the second of the session, when everything has been compiled, unless the recipe has it profiled. It is
-    profiled on rank 0's host alone, where it takes a little longer. Does not communicate.
+    profiled on rank 0's host alone, where it takes a little longer. Not seen are: passes in other threads (a `streamed`
+    or `disk` teacher with several micro-batches), a teacher on another rank, attention that a model writes out itself,
+    and, in compiled blocks, `math`, which the compiler takes apart. Does not communicate.
     """
 
     def __init__(self, profiled: tuple[int, int] | None, ranks: Ranks, first_step: int) -> None:
@@ -45,7 +47,16 @@ class AttentionNotice:
             # The profiler's own lines on its start and end.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
             self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-            self._profiler.start()
+            try:
+                self._profiler.start()
+            except RuntimeError:
+                # Another profiler runs in this process: there can be one.
+                self._profiler, self._is_due = None, False
+
+    @property
+    def is_profiling(self) -> bool:
+        """Whether this update is being profiled, so that it takes longer than others."""
+        return self._profiler is not None
 
     def end(self) -> bool:
         """After an update. Returns whether it was profiled, so that its time is not an update's."""
@@ -90,7 +101,6 @@ def messages(found: Mapping[str, Mapping[str, list[Any]]], on_gpu: bool) -> list
         what = f" ({', '.join(seen)})" if seen else ""
         lines.append(
             f"warning: {part}: attention runs without a fused kernel{what}, in several times the time and memory; "
-            "fused kernels want bfloat16 or float16, or float32 without a mask, and a head size up to 256 that is a "
-            "multiple of 8"
+            "fused kernels want bfloat16 or float16, and a head size up to 256 that is a multiple of 8"
         )
     return lines

@@ -97,8 +97,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
         is_saved = is_due(recipe.checkpoint, step, run.last_step, is_due_by_clock)
         is_saved = is_saved or is_save_postponed
         if is_logged:
-            times_ms = timer.read()
-            if step > run.first_step:
+            times_ms = timer.read(counts=not attention.is_profiling)
+            if step > run.first_step and not attention.is_profiling:
                 # Before that the loader's processes start.
                 data_wait.check(times_ms)
             metrics = {

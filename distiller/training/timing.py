@@ -49,8 +49,11 @@ class StepTimer:
         """Counts a step."""
         self._steps += 1
 
-    def read(self) -> dict[str, float]:
-        """Mean milliseconds of a step and of each part. On a GPU the host waits for it; then call `restart`."""
+    def read(self, *, counts: bool = True) -> dict[str, float]:
+        """Mean milliseconds of a step and of each part. On a GPU the host waits for it; then call `restart`.
+
+        `counts`: whether `timed` is to include the window.
+        """
         if self._events:
             # Events of one stream complete in order, and those that are not complete have no time yet.
             self._events[-1][2].synchronize()
@@ -58,7 +61,8 @@ class StepTimer:
         for name, begin, end in self._events:
             totals[name] += begin.elapsed_time(end)
         steps, elapsed_s = max(self._steps, 1), time.perf_counter() - self._started
-        self._windows.append((steps, elapsed_s))
+        if counts:
+            self._windows.append((steps, elapsed_s))
         report = {"step": 1e3 * elapsed_s / steps, **{name: total / steps for name, total in totals.items()}}
         self._host_s.clear()
         self._events.clear()

@@ -61,8 +61,10 @@ def test_a_large_layer_is_near_to_the_one_that_it_replaces(quantization, largest
     layer = kind(*kind.quantize(linear.weight.detach()), linear.bias, linear.weight.shape, dtype)
     compiled = torch.compile(layer, fullgraph=True)
     with torch.no_grad():
-        for num_rows in (1, 2, 17, 1560):
-            x = torch.randn(num_rows, 5120, device="cuda", dtype=dtype)
+        for num_rows in (1, 2, 17, 1560, -17):
+            x = torch.randn(abs(num_rows), 5120, device="cuda", dtype=dtype)
+            if num_rows < 0:  # other strides
+                x = x.t().contiguous().t()
             expected = linear(x).float()
             for output in (layer(x), compiled(x)):
                 assert output.dtype == dtype

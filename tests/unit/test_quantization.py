@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import bitsandbytes
 import pytest
 import torch
 from diffusers import BitsAndBytesConfig, WanTransformer3DModel
 from diffusers.quantizers.bitsandbytes.utils import replace_with_bnb_linear
+from safetensors.torch import save_file
 from torch import nn
 
 from distiller.build import build_task
@@ -18,11 +22,13 @@ from distiller.config.teacher import Teacher
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
 from distiller.errors import UserError
+from distiller.storage.weight_files import WeightFiles
 from distiller.teachers import Outputs, Request, rules
 from distiller.teachers.base import Call
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.quantization.error import _choose, measure_error
 from distiller.teachers.quantization.error import _errors as relative_errors
+from distiller.teachers.quantization.files import QuantizedFiles
 from distiller.teachers.quantization.layers import QuantizedLinear, layer_class, why_not_on
 from distiller.teachers.quantization.modules import convert_linears, plan_quantized_modules
 from tests import toy_causal_lm, toys
@@ -116,6 +122,73 @@ def test_nf4_is_that_of_bitsandbytes():
         assert error.norm() < 0.15 * short(x[:, :16]).norm()
 
 
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "nf4"])
+def test_no_rows_and_permuted_rows_are_computed_as_by_a_linear_layer(quantization):
+    torch.manual_seed(0)
+    linear = nn.Linear(64, 32)
+    layer, picture = layer_of(linear, quantization), torch.randn(1, 64, 3, 5)
+    rows = picture.permute(0, 2, 3, 1).reshape(1, 15, 64)
+    assert not rows.is_contiguous()
+    with torch.no_grad():
+        assert layer(torch.empty(2, 0, 64)).shape == linear(torch.empty(2, 0, 64)).shape
+        assert torch.equal(layer(rows), layer(rows.contiguous()))
+
+
+def test_layers_that_are_not_called_as_linear_layers_stay_as_they_are():
+    class Router(nn.Linear):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().forward(x), x
+
+    class MambaMixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.dt_proj = nn.Linear(64, 64)
+
+    class Mixer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.A_log, self.out_proj = nn.Parameter(torch.empty(4)), nn.Linear(64, 64)
+
+    with torch.device("meta"):
+        module = nn.ModuleDict({"router": Router(64, 64), "mamba": MambaMixer(), "mixer": Mixer()})
+        module["attention"], module["plain"] = nn.MultiheadAttention(64, 4), nn.Linear(64, 64)
+    assert convert_linears(module, (), layer_class("int8")) == {"plain.weight"}
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8", "nf4"])
+def test_files_quantise_each_weight_once_in_slices_that_change_nothing(tmp_path, monkeypatch, quantization):
+    monkeypatch.setattr("distiller.teachers.quantization.files.SLICE_NUMBERS", 64 * 48)
+    weights = {f"{i}.weight": torch.randn(200, 48) for i in range(6)}
+    save_file(weights | {"bias": torch.ones(3)}, tmp_path / "weights.safetensors")
+    kind, num_calls = layer_class(quantization), []
+
+    def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        num_calls.append(len(weight))
+        return kind.quantize(weight)
+
+    plain = WeightFiles([tmp_path / "weights.safetensors"])
+    files = QuantizedFiles(plain, weights.keys(), quantize, torch.float32, torch.device("cpu"))
+    expected = {}
+    for name, weight in weights.items():
+        expected[f"{name.removesuffix('weight')}quantized_weight"], expected[f"{name}_scales"] = kind.quantize(weight)
+    assert files.tensors.keys() == {*expected, "bias"}
+    read = {name: torch.empty_like(value) for name, value in expected.items()}
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(files.read, read, read.values()))
+    assert all(torch.equal(read[name].view(torch.uint8), expected[name].view(torch.uint8)) for name in expected)
+    assert sorted(num_calls) == sorted([64, 64, 64, 8] * 6)
+    files.close()
+
+
+def test_a_small_share_of_quantised_layers_is_said(pipeline, capsys, monkeypatch):
+    network = WatchedNetwork(pipeline)
+    answers(network, quantization="int8")
+    assert "note" not in capsys.readouterr().out
+    monkeypatch.setattr("distiller.teachers.quantization.modules.SMALL_SHARE", 0.99)
+    answers(network, quantization="int8")
+    assert re.search(r"note: int8 teacher: \d\d% of its bytes are in linear layers", capsys.readouterr().out)
+
+
 def test_layers_whose_size_does_not_suit_stay_as_they_are():
     for quantization, accepted in (("int8", {"a", "b", "c"}), ("fp8", {"a"}), ("nf4", {"a", "b"})):
         with torch.device("meta"):
@@ -186,13 +259,20 @@ def test_quantised_weights_take_less_memory(pipeline, quantization, share):
 def test_quantised_files_are_written_once_and_again_for_other_weights(pipeline, tmp_path, capsys):
     network, options = WatchedNetwork(pipeline), {"quantization": "int8", "placement": "disk", "stages_dir": tmp_path}
     first, _ = answers(network, **options)
-    assert capsys.readouterr().out.count("of quantised weights, once") == 2
+    assert capsys.readouterr().out.count("GiB of quantised weights into ") == 2
     second, _ = answers(network, **options)
     assert capsys.readouterr().out == ""
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     answers(network, **options | {"quantization": "fp8"})
     answers(network, torch.float16, **options)
     assert len(list(tmp_path.glob("quantized-weights-*/key.json"))) == 6
+
+
+def test_a_disk_too_small_for_quantised_files_is_refused(pipeline, tmp_path, monkeypatch):
+    monkeypatch.setattr("distiller.teachers.quantization.stored.shutil.disk_usage", lambda _: SimpleNamespace(free=10))
+    with pytest.raises(UserError, match=r"they take 0\.00 GiB and .* has 0\.00 GiB free; choose another cache_dir"):
+        answers(WatchedNetwork(pipeline), quantization="int8", placement="disk", stages_dir=tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_for_quantised_files_that_cannot_be_written_is_refused(pipeline, tmp_path):
@@ -236,10 +316,11 @@ def test_its_error_is_that_of_the_whole_teachers_answers(pipeline, placement, ca
     assert 1e-3 < error < 0.02
     in_bands = {"timesteps 0 to 333": [0], "timesteps 333 to 666": [2, 3], "timesteps 666 to 1000": [1, 4]}
     bands = {name: max(expected_of(indices).values()) for name, indices in in_bands.items()}
-    assert measured.figures == pytest.approx(bands, rel=1e-4)
+    assert measured.bands == pytest.approx(bands, rel=1e-4)
+    assert measured.figures == {}
     assert measured.largest == pytest.approx(max(error, *bands.values()), rel=1e-4)
     told = f"its outputs differ from bfloat16's by {error:.1%} ({worst}, the worst of 2; relative, 5 samples; "
-    told += "; ".join(f"{name}: {value:.3g}" for name, value in measured.figures.items()) + ")"
+    told += "; ".join(f"{name}: {value:.2%}" for name, value in measured.bands.items()) + ")"
     assert capsys.readouterr().out == f"int8 teacher: {told}\n"
 
 
@@ -255,7 +336,7 @@ def test_an_error_above_the_limit_is_refused(pipeline, tmp_path):
         options = setup(torch.bfloat16, quantization="int8", max_quantization_error=limit)
         teacher = open_teacher(network, options)
         if is_refused:
-            with pytest.raises(UserError, match=r"above teacher\.max_quantization_error \(0\.01%\); choose another"):
+            with pytest.raises(UserError, match=r"at timesteps \d.*, is above teacher\.max_.* \(0\.01%\); choose"):
                 measure_error(network, options, teacher, requests_of_one())
         else:
             measure_error(network, options, teacher, requests_of_one())

@@ -25,9 +25,9 @@ from distiller.teachers.base import (
 from distiller.teachers.disk import DiskTeacher
 
 NUM_SAMPLES = 2
-"""For each module, and of a network with bands for each module and band."""
+"""Samples used for each module, and in each band where the network has bands."""
 MAX_SAMPLES_EXAMINED = 64
-"""Requests that are searched for them."""
+"""Requests among which these samples are looked for."""
 
 
 @final
@@ -37,21 +37,27 @@ class QuantizationError:
 
     Attributes:
         relative: ||q - f|| / ||f|| of the output for which it is largest, in the 2-norm over all samples.
-        figures: the same by band, and what else the network tells; by name.
-        largest: of `relative` and its values in the bands.
+        bands: the same over the samples of each band of inputs, by the band's name; empty without bands.
+        figures: of the distribution over tokens, by name; empty for other networks.
     """
 
     relative: float
+    bands: Figures
     figures: Figures
-    largest: float
+
+    @property
+    def largest(self) -> float:
+        """`relative`, or the largest value of a band."""
+        return max(self.relative, *self.bands.values(), 0.0)
 
 
 def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: Iterable[Request]) -> QuantizationError:
     """The error of the quantised teacher's outputs; rank 0 prints it.
 
-    Communicates. Rank 0 reads the unquantised weights from their files once; its device holds two blocks of them and
-    the weights outside of blocks, beside the quantised teacher. Returns the same on every rank. Raises UserError on all
-    of them if the error, in a band if there are bands, is above `teacher.max_quantization_error`.
+    Communicates. Rank 0 reads the unquantised weights from their files once. Beside the quantised teacher its device
+    holds two blocks of them and the weights outside of blocks, then a language model's output layer. Returns the same
+    on every rank. Raises UserError on all of them if the error, in a band if there are bands, is above
+    `teacher.max_quantization_error`.
 
     Args:
         teacher: the quantised teacher.
@@ -63,16 +69,19 @@ def measure_error(network: Network, setup: Setup, teacher: Teacher, requests: It
     error, name, num_outputs = setup.ranks.broadcast_from_main(lambda: _measure(network, setup, chosen, quantised))
     kind, dtype = setup.options.quantization, str(setup.dtype).removeprefix("torch.")
     if setup.ranks.is_main:
-        which = f"{name}, the worst of {num_outputs}; " if num_outputs > 1 else ""
-        told = "".join(f"; {figure}: {value:.3g}" for figure, value in error.figures.items())
+        output_text = f"{name}, the worst of {num_outputs}; " if num_outputs > 1 else ""
+        figures = [f"{band}: {value:.2%}" for band, value in error.bands.items()]
+        figures += [f"{figure}: {value:.3g}" for figure, value in error.figures.items()]
+        figures_text = "".join(f"; {figure}" for figure in figures)
         print(
             f"{kind} teacher: its outputs differ from {dtype}'s by {error.relative:.1%} "
-            f"({which}relative, {len(chosen)} samples{told})"
+            f"({output_text}relative, {len(chosen)} samples{figures_text})"
         )
     limit = setup.options.max_quantization_error
     if limit is not None and error.largest > limit:
+        where = "".join(f" at {band}" for band, value in error.bands.items() if value == error.largest)
         raise UserError(
-            f"{kind} teacher: the error of its outputs, {error.largest:.2%}, is above "
+            f"{kind} teacher: the error of its outputs{where}, {error.largest:.2%}, is above "
             f"teacher.max_quantization_error ({limit:.2%}); choose another teacher.quantization, or a higher limit"
         )
     return error
@@ -93,8 +102,7 @@ def _measure(
             by_band[band] = max(_errors(*zip(*pairs, strict=True)).values())
     if isinstance(network, HasTokenErrors):
         figures = network.token_errors(quantised, reference, setup.dtype)
-    error = QuantizationError(errors[name], by_band | figures, max(errors[name], *by_band.values(), 0.0))
-    return error, name, len(errors)
+    return QuantizationError(errors[name], by_band, figures), name, len(errors)
 
 
 def _choose(network: Network, requests: Iterable[Request]) -> list[Request]:

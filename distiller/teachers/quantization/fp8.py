@@ -35,7 +35,11 @@ class Fp8Linear(QuantizedLinear):
         return size[0] % ALIGNMENT == 0 and size[1] % ALIGNMENT == 0
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, scales = _by_rows(x.reshape(-1, x.shape[-1]))
+        shape = *x.shape[:-1], self.out_features
+        if x.numel() == 0:
+            return x.new_empty(shape)
+        # A view may have other strides than the product takes: that of a permuted picture with a batch of 1.
+        rows, scales = _by_rows(x.reshape(-1, x.shape[-1]).contiguous())
         # Not torch.nn.functional.scaled_mm: torch 2.11 cannot compile it, and the block would be cut in pieces.
         result = torch._scaled_mm(
             rows,
@@ -46,7 +50,7 @@ class Fp8Linear(QuantizedLinear):
             out_dtype=torch.bfloat16,
             use_fast_accum=True,
         )
-        return result.to(x.dtype).view(*x.shape[:-1], -1)
+        return result.to(x.dtype).view(shape)
 
 
 def _by_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

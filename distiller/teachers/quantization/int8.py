@@ -1,8 +1,9 @@
 """Linear layers with int8 weights and activations."""
 
-# pyright: reportPrivateImportUsage=false, reportPossiblyUnboundVariable=false
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import final
 
@@ -11,9 +12,12 @@ from torch import Tensor
 
 from distiller.teachers.quantization.layers import QuantizedLinear
 
+_kernel: Callable[..., Tensor] | None = None
 if find_spec("triton") is not None:
     # torch for CPUs alone comes without it.
     from distiller.teachers.quantization.int8_kernel import int8_product
+
+    _kernel = int8_product
 
 MAX_INT8 = 127
 
@@ -38,14 +42,20 @@ class Int8Linear(QuantizedLinear):
         return True
 
     def forward(self, x: Tensor) -> Tensor:
-        rows, scales = _by_rows(x.reshape(-1, x.shape[-1]))
+        shape = *x.shape[:-1], self.out_features
+        if x.numel() == 0:
+            return x.new_empty(shape)
+        # A view may have other strides than the kernel expects: that of a permuted picture with a batch of 1.
+        rows, scales = _by_rows(x.reshape(-1, x.shape[-1]).contiguous())
         if x.is_cuda:
-            result = int8_product(rows, self.quantized_weight, scales, self.weight_scales, self.bias, x.dtype)
+            if _kernel is None:
+                raise RuntimeError("Triton is not installed")
+            result = _kernel(rows, self.quantized_weight, scales, self.weight_scales, self.bias, x.dtype)
         else:
             sums = torch._int_mm(rows, self.quantized_weight.t())
             result = sums * scales * self.weight_scales
             result = (result if self.bias is None else result + self.bias).to(x.dtype)
-        return result.view(*x.shape[:-1], -1)
+        return result.view(shape)
 
 
 def _by_rows(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,24 +82,30 @@ def int8_product(
     bias: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[M, N] in `dtype`: rows [M, K] int8 times weight [N, K] int8, scaled by float32 [M, 1] and [N], plus bias [N]."""
+    """[M, N] in `dtype`: rows [M, K] int8 times weight [N, K] int8, scaled by float32 [M, 1] and [N], plus bias [N].
+
+    M is not 0; all are contiguous and on one GPU, which need not be the current device.
+    """
+    assert rows.is_contiguous() and weight.is_contiguous()
     (num_rows, depth), num_columns = rows.shape, weight.shape[0]
     result = torch.empty(num_rows, num_columns, dtype=dtype, device=rows.device)
 
     def grid(tiles: dict[str, int]) -> tuple[int]:
         return (triton.cdiv(num_rows, tiles["TILE_M"]) * triton.cdiv(num_columns, tiles["TILE_N"]),)
 
-    wrap_triton(_kernel)[grid](
-        rows,
-        weight,
-        row_scales,
-        weight_scales,
-        weight_scales if bias is None else bias,
-        result,
-        num_rows,
-        num_columns,
-        depth,
-        HAS_BIAS=bias is not None,
-        GROUP_M=GROUP_ROWS,
-    )
+    # Triton starts kernels on the current device and its stream.
+    with torch.cuda.device(rows.device):
+        wrap_triton(_kernel)[grid](
+            rows,
+            weight,
+            row_scales,
+            weight_scales,
+            weight_scales if bias is None else bias,
+            result,
+            num_rows,
+            num_columns,
+            depth,
+            HAS_BIAS=bias is not None,
+            GROUP_M=GROUP_ROWS,
+        )
     return result

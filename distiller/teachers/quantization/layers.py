@@ -45,7 +45,7 @@ class QuantizedLinear(nn.Module, ABC):
 
     @property
     def weight(self) -> Tensor:
-        """An empty tensor: models ask a layer's weight for its dtype and device."""
+        """[0], in the unquantised weight's dtype: models ask a layer's weight for its dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.weight_scales.device)
 
     @staticmethod
@@ -74,11 +74,14 @@ def why_not_on(quantization: str, device: torch.device) -> str:
     if quantization == "fp8" and device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         name = torch.cuda.get_device_name(device)
         return f"{name} has no fp8 products, which need compute capability 8.9 (Ada, Hopper or newer)"
-    kind, size = layer_class(quantization), torch.Size((64, 64))
+    size = torch.Size((64, 64))
     try:
+        kind = layer_class(quantization)
         layer = kind(*kind.quantize(torch.ones(size, device=device)), None, size, torch.bfloat16)
         with torch.no_grad():
             layer(torch.ones(1, 64, dtype=torch.bfloat16, device=device))
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        return f"torch {torch.__version__} cannot compute it on {device.type} here ({str(error).splitlines()[0]})"
+    except Exception as error:
+        # Whatever compilers and libraries raise: all of it means that this machine cannot.
+        why = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"torch {torch.__version__} cannot compute it on {device.type} here ({why})"
     return ""
