@@ -29,7 +29,7 @@ MAX_VARIANTS = 64
 MIN_CAPABILITY = (7, 0)
 """Compute capability of a GPU for which Triton makes code."""
 
-LOOPS = re.compile(r"Mamba|Recurrent|Rglru|DeltaNet|Rwkv|xLSTM|LightningAttention|SSM", re.IGNORECASE)
+LOOPS = re.compile(r"Mamba|Recurrent|Rglru|DeltaNet|Rwkv|xLSTM|LightningAttention|(?-i:SSM)", re.IGNORECASE)
 """Classes of layers that loop over positions: compiled, each length is a graph of its own, of thousands of nodes."""
 
 

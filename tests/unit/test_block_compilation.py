@@ -240,6 +240,9 @@ def test_models_that_work_through_positions_are_left_alone_by_auto():
         llama = AutoModelForCausalLM.from_config(toy_causal_lm.llama_config(num_hidden_layers=1))
     assert loops_over_positions(mamba.backbone.layers[0])
     assert not loops_over_positions(llama.model.layers[0])
+    # Letters that stand for state space models in other names.
+    GptOssMLP = type("GptOssMLP", (nn.Module,), {})
+    assert not loops_over_positions(nn.Sequential(GptOssMLP()))
 
 
 class Kinds(nn.Module):
