@@ -139,14 +139,14 @@ def _unquantised(network: Network, setup: Setup, requests: Sequence[Request]) ->
     return outputs
 
 
-def _errors(quantized: Sequence[Outputs], reference: Sequence[Outputs]) -> dict[str, float]:
-    """Output's name -> ||q - f|| / ||f||, with q from `quantized` and f from `reference`, computed in float32.
+def _errors(quantised: Sequence[Outputs], reference: Sequence[Outputs]) -> dict[str, float]:
+    """Output's name -> ||q - f|| / ||f||, with q from `quantised` and f from `reference`, computed in float32.
 
     Infinite where a value of q is not finite, or where all of f are 0 and q's are not.
     """
     errors = {}
     for name in reference[0]:
-        pairs = [(q[name].float(), f[name].float()) for q, f in zip(quantized, reference, strict=True)]
+        pairs = [(q[name].float(), f[name].float()) for q, f in zip(quantised, reference, strict=True)]
         distance = math.hypot(*(float(torch.linalg.vector_norm(q - f)) for q, f in pairs))
         norm = math.hypot(*(float(torch.linalg.vector_norm(f)) for _, f in pairs))
         errors[name] = distance / norm if norm else (math.inf if distance else 0.0)

@@ -48,9 +48,9 @@ class QuantizedLinear(nn.Module, ABC):
         """[0], in the unquantised weight's dtype: models ask a layer's weight for its dtype and device."""
         return torch.empty(0, dtype=self.dtype, device=self.weight_scales.device)
 
-    @staticmethod
+    @classmethod
     @abstractmethod
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    def quantize(cls, weight: Tensor) -> tuple[Tensor, Tensor]:
         """(quantized_weight, weight_scales) of a floating-point weight [out, in], on its device, which may be meta."""
 
     @staticmethod

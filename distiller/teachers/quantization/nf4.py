@@ -30,8 +30,8 @@ class Nf4Linear(QuantizedLinear):
     `quant_type="nf4"` does for several rows; of one row that layer computes the product without the conversion.
     """
 
-    @staticmethod
-    def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
+    @classmethod
+    def quantize(cls, weight: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ops.bitsandbytes.quantize_4bit(weight.reshape(-1, BLOCK_SIZE), BLOCK_SIZE, "nf4", torch.uint8)
 
     @staticmethod

@@ -87,4 +87,5 @@ def _open(stage: Stage) -> WeightFiles:
                 "cache_dir that all ranks of the machine share"
             )
         time.sleep(0.1)
+    stage.wait_until_complete()  # refuses files that this user may not read
     return WeightFiles(sorted(stage.folder.glob("*.safetensors")))
