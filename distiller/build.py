@@ -55,6 +55,7 @@ from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization.error import QuantizationError
 from distiller.teachers.rules import check_placement
+from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes
 from distiller.training.tracking import Tracker
@@ -113,7 +114,8 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
     stages = _run_stages(session, setup, cached)
     student = prepare_student(session, identity, claim.steps_done)
     loader = _open_loader(session, stages, claim.steps_done)
-    return _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes)
+    memory = PlannedMemory(setup.reserved_bytes - head_bytes, setup.gpu_bytes)
+    return _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes, memory)
 
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
@@ -260,6 +262,7 @@ def _assemble(
     steps_done: int,
     began: float,
     head_bytes: int,
+    memory: PlannedMemory,
 ) -> Run:
     """Opens the tracker and puts a run together. Communicates."""
     recipe, accelerator, first_step = session.recipe, session.accelerator, steps_done + 1
@@ -288,6 +291,7 @@ def _assemble(
         started=began,
         quantization_error=stages.quantization_error,
         replicated_head_bytes=head_bytes,
+        planned_memory=memory,
     )
 
 

@@ -36,6 +36,7 @@ from distiller.errors import (
     StoppedError,
     UserError,
     full_disk,
+    full_gpu,
 )
 
 RUN_HELP = "a run's output folder, or RUN/checkpoints/step-N"
@@ -82,7 +83,7 @@ def guarded(command: Callable[[StopSignals], None]) -> int:
         if isinstance(error, RuntimeError) and is_lost_rank_error(error):
             return report_error(RunError(describe_lost_ranks(str(error).splitlines()[0])), EXIT_FAILED)
         _tell_other_machines(error)
-        if (text := full_disk(error)) is None:
+        if (text := full_disk(error) or full_gpu(error)) is None:
             _report_unexpected(error)
             raise
         return report_error(RunError(text), EXIT_FAILED)

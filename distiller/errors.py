@@ -81,6 +81,18 @@ def full_disk(error: BaseException) -> str | None:
     return f"{'' if file is None else f'{file}: '}{what}; make room and start again, a training run with --resume"
 
 
+def full_gpu(error: BaseException) -> str | None:
+    """One line on a GPU whose memory is used up outside of the training loop; None where it is not the cause."""
+    if type(error).__name__ != "OutOfMemoryError":
+        # The type is torch's, which is not imported here.
+        return None
+    said = str(error).partition(" If reserved but unallocated")[0]
+    return (
+        f"out of GPU memory: {said} Choose a teacher.placement or teacher.quantization that takes less, or lower what "
+        "is computed at once (evaluation.batch_size or evaluation.batch_tokens, in training train.batch_size)"
+    )
+
+
 def nearest(key: str, known: Iterable[str]) -> str | None:
     """The known key that a misspelt one was meant to be; None where none is alike."""
     return next(iter(difflib.get_close_matches(key, list(known), n=1, cutoff=0.6)), None)

@@ -157,10 +157,15 @@ class Tracking(Section):
 
 @final
 class Profile(Section):
-    """What torch.profiler records."""
+    """What torch.profiler and torch's allocator record."""
 
     steps: tuple[Positive, Positive] | None = Field(
         default=None, description="first and last update of a trace in output_dir/profile; None = no trace"
+    )
+    memory: Switch = Field(
+        default=False,
+        description="record all of a session's allocations on a GPU, for the snapshot that is written when its memory "
+        "is used up; false = those of the first two updates",
     )
 
     @model_validator(mode="after")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import final
 
@@ -152,6 +152,8 @@ class Setup:
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
         stages_dir: where quantised weights are kept that are read again for every update; None where none are.
+        gpu_bytes: placement -> bytes that it would take on a GPU, of those that may run here, fastest first; empty
+            until the placement is resolved.
     """
 
     dtype: torch.dtype
@@ -162,6 +164,7 @@ class Setup:
     reserved_host_bytes: int = 0
     compile_mode: str = "none"
     stages_dir: Path | StageFolders | None = None
+    gpu_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 class Teacher(ABC):

@@ -14,7 +14,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.launch.block_compilation import MIN_UPDATES, loops_over_positions
 from distiller.teachers.base import Network, Setup, Teacher
 from distiller.teachers.device_map.maps import ACTIVATION_SHARE, check_custom_map, num_devices
-from distiller.teachers.fitting import advice, check_fits, choose, device_packing, fitting
+from distiller.teachers.fitting import advice, by_speed, check_fits, choose, device_packing, fitting
 from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
 from distiller.teachers.rules import check_placement, may_run, why_not_compiled
 
@@ -59,7 +59,8 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
         mode = "none"
     if options.compile == "auto" and mode != "none" and ranks.is_main:
         print(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
-    return replace(setup, options=options, compile_mode=mode)
+    gpu_bytes = {name: needs[name].gpu for name in by_speed(budget) if name in needs}
+    return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes)
 
 
 def load_teacher(network: Network, setup: Setup) -> Teacher:

@@ -27,6 +27,7 @@ from distiller.training.data_wait import DataWaitNotice
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
+from distiller.training.out_of_memory import AllocationRecorder, explain
 from distiller.training.performance import performance
 from distiller.training.profiling import StepProfiler
 from distiller.training.run import Outcome, Run
@@ -35,9 +36,20 @@ from distiller.training.timing import StepTimer
 
 
 def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
-    """Trains from `first_step` to `last_step`, of which there is at least one. StoppedError when a signal asks."""
+    """Trains from `first_step` to `last_step`, of which there is at least one.
+
+    Raises StoppedError when a signal asks, and RunError where a GPU's memory is used up.
+    """
+    timer, allocations = StepTimer(run.accelerator.device), AllocationRecorder(run)
+    try:
+        return _train(run, stops, timer, allocations)
+    except torch.OutOfMemoryError as error:
+        raise explain(error, run, allocations.step, timer) from error
+
+
+def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: AllocationRecorder) -> Outcome:
     task, accelerator, recipe = run.task, run.accelerator, run.recipe
-    loader, timer, metrics = batches_of(run.loader), StepTimer(accelerator.device), {}
+    loader, metrics = batches_of(run.loader), {}
     if accelerator.device.type == "cuda":
         # Without the text encoder and the rollout, which are freed by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
@@ -51,6 +63,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
     data_wait = DataWaitNotice(recipe.train.num_workers, run.ranks)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
+        allocations.begin(step)
         profiler.begin(step)
         attention.begin(step)
         with timer.part("data"):
@@ -90,6 +103,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
 
         timer.end_step()
         profiler.end(step)
+        allocations.end(step)
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
         # On a GPU these flags are one update old: they may have been sent before the last save.

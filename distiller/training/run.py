@@ -21,6 +21,7 @@ from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import Task
 from distiller.teachers.base import Teacher
 from distiller.teachers.quantization.error import QuantizationError
+from distiller.training.memory_advice import PlannedMemory
 from distiller.training.tracking import Tracker
 
 
@@ -54,6 +55,7 @@ class Run:
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0
     """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
+    planned_memory: PlannedMemory = field(default_factory=PlannedMemory)
 
     @property
     def sampling_teacher(self) -> Teacher | None:

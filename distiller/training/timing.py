@@ -26,10 +26,13 @@ class StepTimer:
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._steps, self._started = 0, time.perf_counter()
         self._windows: list[tuple[int, float]] = []
+        self.current_part = PARTS[0]
+        """The one that was begun last."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Measures a part, which a profile shows under its name; parts do not nest."""
+        self.current_part = name
         with torch.profiler.record_function(name):
             yield from self._measured(name)
 

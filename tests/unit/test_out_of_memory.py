@@ -1,0 +1,106 @@
+"""A GPU whose memory is used up: what the error says of it, and what it advises."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from distiller import cli
+from distiller.errors import RunError
+from distiller.training.loop import train
+from distiller.training.memory_advice import GIB, PlannedMemory, Shortage, Situation, owners, remedies
+from tests.toy_task import LinearTeacher, TokenTask, build_toy_run, toy_recipe
+
+MESSAGE = (
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 24.00 GiB of which 512.00 MiB is "
+    "free. Including non-PyTorch memory, this process has 23.40 GiB memory in use. Of the allocated memory 22.00 GiB "
+    "is allocated by PyTorch, and 768.00 MiB is reserved by PyTorch but unallocated. If reserved but unallocated "
+    "memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation."
+)
+SITUATION = Situation(
+    placement="replicated",
+    teacher=10 * GIB,
+    planned=PlannedMemory(4 * GIB, {"replicated": 10 * GIB, "sharded": 9 * GIB, "streamed": GIB, "cpu": 0}),
+    offloading="zero2_offload.yaml",
+    batch_size=4,
+    samples_per_update=8,
+    accumulation_steps=None,
+    recomputes=False,
+    can_quantize=True,
+)
+
+
+def test_what_the_allocator_says_is_read():
+    shortage = Shortage.of(MESSAGE)
+    assert shortage == Shortage(2 * GIB, 24 * GIB, GIB // 2, 22 * GIB, 3 * GIB // 4)
+    assert shortage.missing == 1.5 * GIB
+    assert not shortage.is_fragmented
+    assert Shortage.of(
+        "CUDA out of memory. Tried to allocate 600.00 MiB. 0.70 GiB is reserved by PyTorch but unallocated"
+    ).is_fragmented
+    assert Shortage.of("out of memory") == Shortage(None, None, None, None, None)
+    assert owners(SITUATION, shortage) == (
+        "teacher 10.00 GiB, student's weights and optimizer 4.00 GiB, activations and the rest 8.00 GiB"
+    )
+    assert owners(SITUATION, Shortage.of("out of memory")) == ""
+
+
+def test_settings_that_free_what_is_missing_are_named():
+    """1.5 GiB are missing: `sharded`, which would free 1, is left out."""
+    shortage = Shortage.of(MESSAGE)
+    assert remedies(SITUATION, shortage) == [
+        "train.batch_size=2 train.samples_per_update=8 (about 4.00 GiB)",
+        "teacher.placement=streamed (9.00 GiB)",
+        "teacher.placement=cpu (10.00 GiB)",
+        "teacher.quantization=int8 (about 5.00 GiB)",
+        "train.gradient_checkpointing=true (most of the student's activations)",
+        "the launch file zero2_offload.yaml (about 4.00 GiB)",
+    ]
+    split = replace(SITUATION, batch_size=9, accumulation_steps=2)
+    assert remedies(split, shortage)[0] == "train.batch_size=3 train.gradient_accumulation_steps=6 (about 5.33 GiB)"
+    nothing_left = replace(
+        SITUATION, placement="cpu", teacher=0, batch_size=1, recomputes=True, can_quantize=False, offloading=None
+    )
+    assert remedies(nothing_left, shortage) == []
+
+
+class FullGpuTeacher(LinearTeacher):
+    """Needs more memory than there is at its third update."""
+
+    def predict(self, requests):
+        if self.num_calls == 2:
+            raise torch.OutOfMemoryError(MESSAGE)
+        return super().predict(requests)
+
+
+class FullGpuTask(TokenTask):
+    """Its loss needs more memory than there is."""
+
+    def loss(self, student_outputs, teacher_outputs, batch):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+
+def test_the_loop_says_where_memory_was_used_up(tmp_path):
+    recipe = toy_recipe(tmp_path, batch_size=2)
+    with pytest.raises(RunError) as caught:
+        train(build_toy_run(recipe, accumulation_steps=4, teacher=FullGpuTeacher()))
+    text = str(caught.value)
+    assert text.startswith(
+        "out of GPU memory in update 3, teacher: 2048 MiB more were asked for and 512 MiB are free of 24.0 GiB "
+        "(teacher 0.00 GiB, "
+    )
+    assert "train.batch_size=1 train.samples_per_update=8" in text
+    with pytest.raises(RunError, match="in update 1, student: 2048 MiB"):
+        train(build_toy_run(recipe, accumulation_steps=4, task=FullGpuTask()))
+
+
+def test_elsewhere_it_is_one_line_too(capfd):
+    def command(stops):
+        raise torch.OutOfMemoryError(MESSAGE)
+
+    assert cli.guarded(command) == 1
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1
+    assert said.startswith("distiller: out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert "fragmentation" not in said
+    assert "evaluation.batch_size" in said
