@@ -19,10 +19,11 @@ from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import compilation_notices, verify
 from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
+from distiller.data.loader_processes import choose_num_workers, open_loader
 from distiller.data.loading import check_loader_sockets
 from distiller.data.order import RankSampler
 from distiller.distributed.devices import quiet_libraries
-from distiller.distributed.process import initialize_loader_worker, world_size
+from distiller.distributed.process import world_size
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.checks import check_nvme_room
@@ -241,17 +242,17 @@ def _run_stages(session: Session[Any], setup: Setup, cached: tuple[Layout, int] 
 
 def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:
     """This rank's micro-batches, from the first update that is left to the last."""
-    accelerator, num_workers = session.accelerator, session.recipe.train.num_workers
-    return DataLoader(
-        stages.data,
-        batch_sampler=RankSampler(session.plan, accelerator.process_index, steps_done, session.last_step),
-        collate_fn=stages.collation,
-        num_workers=num_workers,
-        pin_memory=accelerator.device.type == "cuda",
-        persistent_workers=False,
-        worker_init_fn=initialize_loader_worker,
-        prefetch_factor=2 if num_workers else None,
-    )
+    plan, ranks = session.plan, session.ranks
+    sampler = RankSampler(plan, ranks.rank, steps_done, session.last_step)
+    # Of a run whose loop had ended there are none.
+    first_keys = next(iter(sampler), [])
+
+    def read() -> None:
+        if first_keys:
+            stages.collation([stages.data[key] for key in first_keys])
+
+    num_workers = choose_num_workers(session.recipe.train.num_workers, read, ranks)
+    return open_loader(stages.data, sampler, stages.collation, num_workers, plan.accumulation_steps, ranks)
 
 
 def _assemble(

@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any, final
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
 
 from distiller.cache.layout import Layout, shard_name
 from distiller.cache.manifest import KEY_FILE, check_key
 from distiller.cache.shards import write_shard
+from distiller.data.loader_processes import open_loader
 from distiller.data.loading import batches_of
 from distiller.data.order import SampleKey
 from distiller.distributed.liveness import LivenessBarrier
-from distiller.distributed.process import initialize_loader_worker
 from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.storage.durable_writes import write_durably
@@ -143,18 +143,10 @@ class CacheWriter:
     def _groups(self, groups: Iterable[list[SampleKey]]) -> Iterator[list[MicroBatch]]:
         """For each group of keys, its micro-batches on the device. `groups` is iterated twice: give no iterator."""
         size, count = self._batching.batch_size, self._batching.micro_batches
-        device = self._ranks.device
-        loader: DataLoader[Any] = DataLoader(
-            self._data,
-            batch_sampler=_MicroBatches(groups, size),
-            collate_fn=LiveCollation(self._task),
-            num_workers=self._batching.num_workers,
-            pin_memory=device.type == "cuda",
-            worker_init_fn=initialize_loader_worker,
-        )
-        batches = batches_of(loader)
+        sampler, collate = _MicroBatches(groups, size), LiveCollation(self._task)
+        batches = batches_of(open_loader(self._data, sampler, collate, self._batching.num_workers, count, self._ranks))
         for _ in groups:
-            yield [next(batches).to(self._task, device) for _ in range(count)]
+            yield [next(batches).to(self._task, self._ranks.device) for _ in range(count)]
 
     def _ask(self, batches: Sequence[MicroBatch]) -> list[Outputs]:
         """The outputs to store of each sample, on the CPU. Raises RunError if the teacher's outputs are not finite."""

@@ -22,6 +22,7 @@ from distiller.cache.manifest import MANIFEST_FILE, Manifest, open_cache, remove
 from distiller.cache.shards import remove_partial
 from distiller.cache.writing import Batching, CacheWriter, Measured, check_free_space, claim, plan_layout
 from distiller.config.recipe import Recipe
+from distiller.data.loader_processes import choose_num_workers
 from distiller.data.rng import sample_order
 from distiller.distributed.process import world_size
 from distiller.errors import RunError, UserError
@@ -160,7 +161,13 @@ def _write(
 ) -> None:
     """Asks the teacher for what is not there yet, and writes the manifest last. Communicates."""
     recipe, task, ranks, folder = session.recipe, session.task, session.ranks, _folder(session)
-    batching = Batching(recipe.train.batch_size, session.world.accumulation_steps, recipe.train.num_workers)
+    size = recipe.train.batch_size
+
+    def read() -> None:
+        task.collate([data[0, i % task.num_samples] for i in range(size)])
+
+    num_workers = choose_num_workers(recipe.train.num_workers, read, ranks)
+    batching = Batching(size, session.world.accumulation_steps, num_workers)
     writer, draws = CacheWriter(folder, task, teacher, data, batching, ranks), _num_draws(session)
     measured = writer.measure()
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)

@@ -87,7 +87,10 @@ class Train(Section):
     )
     ema_decay: Annotated[Float, Field(gt=0, lt=1)] | None = Field(default=None, description="None = no moving average")
     log_every: Positive = Field(default=10, description="updates")
-    num_workers: NonNegative = Field(default=0, description="loader processes a rank")
+    num_workers: NonNegative | Literal["auto"] = Field(
+        default="auto",
+        description="loader processes a rank; auto = up to 8 where a rank has a GPU and reading takes time, else none",
+    )
 
     @model_validator(mode="after")
     def _has_an_end(self) -> Train:

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from multiprocessing.util import get_temp_dir
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.data import DataLoader
 
@@ -16,15 +16,20 @@ MAX_SOCKET_BYTES = 107
 """Longest path of a UNIX socket (`sun_path` has 108 bytes on Linux, with the final zero)."""
 
 
-def check_loader_sockets(num_workers: int) -> None:
+def excess_socket_bytes() -> int:
+    """By how much the paths of loader processes' sockets are too long; not positive where they are not."""
+    return len(os.fsencode(f"{get_temp_dir()}/listener-12345678")) - MAX_SOCKET_BYTES
+
+
+def check_loader_sockets(num_workers: int | Literal["auto"]) -> None:
     """Raises UserError where loader processes could not send a batch, for which the loop would wait for ever.
 
-    They listen on a socket in Python's folder for temporary files, and the length of a socket's path is limited.
+    They listen on a socket in Python's folder for temporary files, and the length of a socket's path is limited. `auto`
+    starts none there.
     """
-    if not num_workers:
+    if num_workers in (0, "auto"):
         return
-    excess = len(os.fsencode(f"{get_temp_dir()}/listener-12345678")) - MAX_SOCKET_BYTES
-    if excess > 0:
+    if (excess := excess_socket_bytes()) > 0:
         folder = tempfile.gettempdir()
         raise UserError(
             f"train.num_workers is {num_workers} and the folder for temporary files, {folder}, has a path of "

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import final
 
+from distiller.data.loader_processes import cores_of_rank
 from distiller.distributed.process import print_to_stderr
 from distiller.distributed.ranks import Ranks
 
@@ -20,9 +20,9 @@ class DataWaitNotice:
     """
 
     def __init__(self, num_workers: int, ranks: Ranks) -> None:
-        """`num_workers`: the recipe's `train.num_workers`."""
+        """`num_workers`: loader processes of a rank."""
         self._num_workers = num_workers
-        self._cores = len(os.sched_getaffinity(0)) // ranks.local_world_size
+        self._cores = cores_of_rank(ranks)
         self._is_due = ranks.is_main and self._cores > num_workers + 1
 
     def check(self, times_ms: dict[str, float]) -> None:
@@ -34,5 +34,5 @@ class DataWaitNotice:
         more = "more" if self._num_workers else "some"
         print_to_stderr(
             f"note: updates wait for data {share:.0%} of their time; {more} loader processes may hide that "
-            f"(train.num_workers is {self._num_workers}, and this rank has {self._cores} CPU cores)"
+            f"(train.num_workers: there are {self._num_workers}, and this rank has {self._cores} CPU cores)"
         )

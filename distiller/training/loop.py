@@ -60,7 +60,7 @@ def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: Allocati
     buffer_rollback = BufferRollback(run.student)
     profiler = StepProfiler(recipe.profile.steps, Path(recipe.output_dir), run.ranks, run.first_step)
     attention = AttentionNotice(recipe.profile.steps, run.ranks, run.first_step)
-    data_wait = DataWaitNotice(recipe.train.num_workers, run.ranks)
+    data_wait = DataWaitNotice(run.loader.num_workers, run.ranks)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         allocations.begin(step)
