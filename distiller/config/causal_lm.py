@@ -166,7 +166,9 @@ class LanguageEvaluation(Section):
     """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
 
     batch_tokens: Positive = Field(
-        default=8192, description="tokens a batch, padding included; rows of like lengths together"
+        default=8192,
+        description="tokens a batch, padding included; rows of like lengths together; half as many where memory is "
+        "used up, and so on",
     )
     max_rows: Positive | None = Field(default=None, description="only the first so many held-out rows; None = all")
     sample_prompts: tuple[str, ...] = Field(

@@ -197,7 +197,9 @@ class DiffusionEvaluation(Section):
     judge: Literal["none", "digits"] = Field(default="none", description="who says what a drawing shows")
     num_samples: Positive = Field(default=100, description="drawings of each of teacher and student")
     batch_size: Positive | None = Field(
-        default=None, description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings"
+        default=None,
+        description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings; half as many where "
+        "memory is used up, and so on",
     )
     sample_prompts: tuple[str, ...] = Field(
         default=(),

@@ -41,6 +41,15 @@ class PromptEmbeddings:
     batches: tuple[Mapping[str, Tensor], ...]
     negative: Mapping[str, Tensor]
 
+    def split(self, size: int) -> PromptEmbeddings:
+        """The same in batches of at most `size`."""
+        parts = [
+            {name: value[first : first + size] for name, value in batch.items()}
+            for batch in self.batches
+            for first in range(0, len(batch[TEXT]), size)
+        ]
+        return PromptEmbeddings(tuple(parts), self.negative)
+
 
 def embed_prompts(
     family: Family, recipe: DiffusionRecipe, prompts: Sequence[str], dtype: torch.dtype, device: torch.device

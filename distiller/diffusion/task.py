@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator, init_empty_weights
 from torch import Tensor
 
-from distiller.config.diffusion import DiffusionRecipe
+from distiller.config.diffusion import DiffusionRecipe, filled
 from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.diffusion.batch import DiffusionBatch, collate
 from distiller.diffusion.checks import (
@@ -40,6 +40,7 @@ from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
 from distiller.tasks.feature_matching import feature_loss
+from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent, model_state
@@ -237,7 +238,11 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
         embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
         teacher = open_alone(self.network, self._recipe, dtype, device)
         comparison = Comparison(self._recipe, self.family, self._process, self.network, teacher, student)
-        report = compare(comparison, embedded, labels, judge, dtype, device)
+        report = with_fitting_batch(
+            lambda size: compare(comparison, embedded.split(size), labels, judge, dtype, device),
+            filled(self._recipe.evaluation.batch_size),
+            "evaluation.batch_size",
+        )
         teacher.close()
         student_params, teacher_params = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {

@@ -37,6 +37,7 @@ from distiller.language.student_module import LanguageStudent, LossInputs, LossT
 from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
+from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -259,7 +260,11 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
         with closing(teacher):
             teacher_model = FrozenModel(teacher_hidden_states(teacher), self.network.load_head(dtype, device))
             students = {"student": trained, "untrained_student": untrained}
-            report = compare(teacher_model, students, rows, indices, evaluation.batch_tokens, self._source.pad_id)
+            report = with_fitting_batch(
+                lambda tokens: compare(teacher_model, students, rows, indices, tokens, self._source.pad_id),
+                evaluation.batch_tokens,
+                "evaluation.batch_tokens",
+            )
         student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
         return report | {
             "improvement": report["untrained_student_perplexity"] / report["student_perplexity"],

@@ -3,35 +3,42 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
+from distiller.data.loader_processes import choose_num_workers, open_loader
+from distiller.distributed.ranks import Ranks
 from distiller.teachers.base import Request, Teacher
 from distiller.vision.network import LOGITS
-from distiller.vision.samples import PictureData, collate
+from distiller.vision.samples import PictureBatch, PictureData, collate
 
 MIN_TIMED_S = 0.5
 """Seconds that the timed passes take together, at least."""
 
 
+def open_held_out(
+    data: PictureData, count: int, batch_size: int, num_workers: int | Literal["auto"], ranks: Ranks
+) -> DataLoader[Any]:
+    """Loads the first `count` pictures, of which there is at least one; `num_workers` is the recipe's."""
+    keys = [[(0, i) for i in range(first, min(first + batch_size, count))] for first in range(0, count, batch_size)]
+    num_workers = choose_num_workers(num_workers, lambda: collate([data[key] for key in keys[0]]), ranks)
+    return open_loader(data, keys, collate, num_workers, 1, ranks)
+
+
 def compare(
-    teacher: Teacher,
-    student: nn.Module,
-    data: PictureData,
-    count: int,
-    batch_size: int,
-    prepare: Callable[[Tensor], Tensor],
+    teacher: Teacher, student: nn.Module, batches: Iterable[PictureBatch], prepare: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
     """Accuracy and speed of teacher and student, and how often they predict the same class.
 
     Communicates where the teacher's placement does.
 
     Args:
-        count: number of pictures, at least 1; the first ones of `data`.
+        batches: on the CPU, at least one.
         prepare: moves pixels [B, C, H, W] float32 to the networks' device and memory format.
 
     Returns:
@@ -39,9 +46,9 @@ def compare(
         Throughputs are pictures per second of forward passes with the largest batch.
     """
     hits: dict[str, int] = {"teacher": 0, "student": 0}
-    agreed, largest = 0, torch.empty(0)
-    for first in range(0, count, batch_size):
-        batch = collate([data[0, number] for number in range(first, min(first + batch_size, count))])
+    count, agreed, largest = 0, 0, torch.empty(0)
+    for batch in batches:
+        count += len(batch.sample_ids)
         pixels = prepare(batch.pixels)
         teacher_classes = ask_teacher(teacher, pixels, batch.sample_ids).argmax(-1).cpu()
         with torch.no_grad():

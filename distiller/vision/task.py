@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from distiller.config.classification import ClassificationRecipe
+from distiller.data.loading import batches_of
 from distiller.data.pictures import WRITTEN_SUFFIXES
 from distiller.distributed.devices import teacher_dtype
 from distiller.distributed.ranks import Ranks
@@ -19,12 +20,13 @@ from distiller.errors import UserError
 from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
+from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 from distiller.vision.converted import converted_files
-from distiller.vision.evaluation import ask_teacher, compare
+from distiller.vision.evaluation import ask_teacher, compare, open_held_out
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.network import LOGITS, ClassifierNetwork
 from distiller.vision.objective import Compared, Objective
@@ -218,7 +220,13 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         student = load_student(run_dir, self._plan, device)
         teacher = open_alone(self.network, self._recipe, dtype, device)
         count = min(options.num_samples or len(held_out), len(held_out))
-        report = compare(teacher, student, held_out, count, options.batch_size, self._placing(device))
+        ranks, num_workers = Ranks.join(device), self._recipe.train.num_workers
+
+        def compare_with(batch_size: int) -> dict[str, Any]:
+            batches = batches_of(open_held_out(held_out, count, batch_size, num_workers, ranks))
+            return compare(teacher, student, batches, self._placing(device))
+
+        report = with_fitting_batch(compare_with, options.batch_size, "evaluation.batch_size")
         teacher.close()
         num_student, num_teacher = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {
