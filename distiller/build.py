@@ -135,6 +135,11 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
         raise UserError(
             f"cache.draws is {recipe.cache.draws} and this task asks the teacher the same in every epoch; leave it out"
         )
+    if recipe.teacher.prefetch_steps and not task.needs_live_teacher:
+        raise UserError(
+            f"teacher.prefetch_steps is {recipe.teacher.prefetch_steps} and this run asks no teacher while it trains; "
+            "set it to 0"
+        )
     plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     steps, last_step = recipe.profile.steps, last_step_of(recipe, plan)
     if steps is not None and steps[1] > last_step:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import torch
 
 from distiller.data import rng
 from distiller.teachers import Outputs, Request
+from distiller.teachers.base import Teacher
 from distiller.teachers.factory import open_teacher
 from tests.cached_cases import FromFiles, fill_cache
 from tests.toy_network import DIM, ToyNetwork, setup
@@ -126,8 +129,32 @@ def answers_of_cases(
     return results
 
 
+class Delayed(Teacher):
+    """A teacher that every rank asks after a delay of its own."""
+
+    def __init__(self, teacher: Teacher, rank: int) -> None:
+        self._teacher, self._random = teacher, random.Random(rank)
+
+    def predict(self, requests: Any) -> Any:
+        time.sleep(self._random.uniform(0, 0.02))
+        return self._teacher.predict(requests)
+
+    def memory(self) -> Any:
+        return self._teacher.memory()
+
+    def close(self) -> None:
+        self._teacher.close()
+
+
 def train_cases(
-    folder: Path, output: Path, cases: list[str], batch_size: int, accumulations: list[int]
+    folder: Path,
+    output: Path,
+    cases: list[str],
+    batch_size: int,
+    accumulations: list[int],
+    prefetch_steps: int = 0,
+    delays: bool = False,
+    on_gpu: bool = False,
 ) -> dict[str, Any]:
     """Loss series and student weights of each case, and for each accumulation, of the same global batch."""
     from accelerate.state import AcceleratorState, GradientState
@@ -142,16 +169,22 @@ def train_cases(
         try:
             from accelerate import PartialState
 
-            PartialState(cpu=True)
-            teacher = open_case(case, ToyNetwork(folder, 2))
+            device = str(PartialState(cpu=not on_gpu).device)
+            keys = {"prefetch_steps": prefetch_steps} if prefetch_steps else {}
+            teacher: Any = open_case(case, ToyNetwork(folder, 2), device=device, **keys)
             recipe = toy_recipe(run_dir, batch_size=batch_size // accumulation, max_steps=5)
+            asked = recipe.teacher.model_copy(update={"prefetch_steps": prefetch_steps})
+            recipe = recipe.model_copy(update={"teacher": asked})
             task, cache = RowTask(2), None
             if placement_of(case) == "cached":
-                cache = run_dir / "cache", fill_cache(run_dir / "cache", task, teacher.live, 4, torch.device("cpu"))
+                cache = run_dir / "cache", fill_cache(run_dir / "cache", task, teacher.live, 4, torch.device(device))
                 teacher = teacher.cached
-            run = build_toy_run(recipe, accumulation, task, teacher, cache=cache)
+            if delays:
+                teacher = Delayed(teacher, PartialState().process_index)
+            run = build_toy_run(recipe, accumulation, task, teacher, cpu=not on_gpu, cache=cache)
+            run.placement = placement_of(case)
             train(run)
-            weights = torch.cat([p.detach().flatten() for p in run.student.parameters()]).numpy()
+            weights = torch.cat([p.detach().flatten() for p in run.student.parameters()]).cpu().numpy()
             run.accelerator.wait_for_everyone()
             losses = [line["loss"] for line in toys.read_metrics(run_dir)] if run.accelerator.is_main_process else []
             results[f"{case} {accumulation}"] = losses, weights

@@ -6,7 +6,7 @@ Keys of one placement are declared in its file of `distiller.config.placements`;
 from __future__ import annotations
 
 from copy import copy
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
@@ -43,8 +43,10 @@ class TeacherKeys(Section):
         default="auto",
         description="the blocks, in a mode of torch.compile; auto = default on a GPU, in a run of 500 updates or more",
     )
-    prefetch_steps: Annotated[NonNegative, Field(le=0)] = Field(
-        default=0, description="updates asked for ahead; none yet"
+    prefetch_steps: NonNegative = Field(
+        default=0,
+        description="updates that it answers ahead of the student, beside which it then computes; 0 = none; in every "
+        "placement but",
     )
 
     @model_validator(mode="after")
@@ -78,6 +80,9 @@ def make_section() -> type[TeacherKeys]:
     others = [spec.name for spec in PLACEMENTS.values() if spec.why_not_quantized]
     held = f"{own['quantization'].description} {in_words(others, 'and')}"
     described["quantization"] = own["quantization"].annotation, _described(own["quantization"], held)
+    waiting = [spec.name for spec in PLACEMENTS.values() if spec.why_not_prefetched]
+    ahead = f"{own['prefetch_steps'].description} {in_words(waiting, 'and')}"
+    described["prefetch_steps"] = own["prefetch_steps"].annotation, _described(own["prefetch_steps"], ahead)
     # The last base's fields come first in the section.
     bases = (*reversed(dict.fromkeys(spec.options for spec in PLACEMENTS.values())), TeacherKeys)
     return create_model("Teacher", __base__=bases, __doc__=TeacherKeys.__doc__, **described)

@@ -82,6 +82,15 @@ class Ranks:
         """The same device as the only rank, for work in which the other ranks take no part."""
         return Ranks(self.device, 0, 1, 0, 1, None, None)
 
+    def new_device_group(self) -> dist.ProcessGroup:
+        """A new group of all ranks, for tensors on `device`. Communicates; there are several ranks, and all call it.
+
+        On GPUs it has a stream of its own: what waits in it does not delay the default group's all-reduces.
+        """
+        group = dist.new_group()
+        assert isinstance(group, dist.ProcessGroup)
+        return group
+
     def new_node_group(self) -> dist.ProcessGroup:
         """A new group of the node's ranks, for tensors on `device`. Communicates; every rank calls it."""
         starts = range(0, self.world_size, self.local_world_size)

@@ -35,7 +35,8 @@ _MAY_CHANGE_ON_RESUME = (
     *("train.gradient_accumulation_steps", "train.samples_per_update", "train.gradient_checkpointing"),
     # Compared with the checkpoint's, as `auto` has come out.
     *("train.mixed_precision", "teacher.dtype"),
-    *("optim.max_bad_steps", "teacher.placement", "teacher.max_quantization_error", "cache.shard_mib"),
+    *("optim.max_bad_steps", "teacher.placement", "teacher.prefetch_steps", "teacher.max_quantization_error"),
+    "cache.shard_mib",
     # Other roundings of the same numbers, chosen by `auto` from the run's length.
     *("train.compile", "teacher.compile"),
 )

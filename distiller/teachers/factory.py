@@ -76,9 +76,9 @@ def open_teacher(network: Network, setup: Setup) -> Teacher:
 def open_alone(network: Network, recipe: Recipe, dtype: torch.dtype, device: torch.device) -> Teacher:
     """The teacher for a command of one process, under the placement most similar to the recipe's. Raises UserError.
 
-    Its blocks are not compiled: such a command asks few times.
+    Its blocks are not compiled: such a command asks few times. Nor is it asked ahead.
     """
-    options: TeacherOptions = recipe.teacher.model_copy(update={"compile": "none"})
+    options: TeacherOptions = recipe.teacher.model_copy(update={"compile": "none", "prefetch_steps": 0})
     if options.placement != AUTO:
         spec = PLACEMENTS[options.placement]
         num_gpus = torch.cuda.device_count() if device.type == "cuda" else 0

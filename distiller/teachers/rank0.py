@@ -33,7 +33,8 @@ class Rank0Teacher(Teacher):
         self._memory = TeacherMemory(gpu_bytes=num_bytes)
         if ranks.device.type == "cpu":
             self._memory = TeacherMemory(host_bytes=sum(ranks.gather_on_node(num_bytes)))
-        self._exchange = Exchange(ranks, options.rank, self._run)
+        group = ranks.new_device_group() if setup.options.prefetch_steps and ranks.world_size > 1 else None
+        self._exchange = Exchange(ranks, options.rank, self._run, group)
 
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         return answer(self._network, requests, self._run_agenda)

@@ -30,6 +30,11 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
                 f"{spec.why_not_quantized}; choose placement {in_words(quantized_placements(), 'or')}, or quantization "
                 "none"
             )
+        if teacher.prefetch_steps and spec.why_not_prefetched:
+            raise UserError(
+                f"teacher.prefetch_steps is {teacher.prefetch_steps} and teacher.placement {spec.name}: "
+                f"{spec.why_not_prefetched}; set it to 0, or choose another placement"
+            )
         spec.check_world(spec.options.of(teacher), num_processes, under_deepspeed)
     why_not = why_not_compiled(teacher, under_deepspeed)
     if why_not and teacher.compile not in ("auto", "none"):

@@ -69,6 +69,12 @@ class AttentionNotice:
             print_to_stderr(line)
         return True
 
+    def close(self) -> None:
+        """Ends the profile of an update that failed."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
 
 def attention_kernels(events: Iterable[Any]) -> dict[str, dict[str, list[Any]]]:
     """Part of the update -> kernel -> shapes of the inputs of its first call, from torch.profiler's events."""

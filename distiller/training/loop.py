@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,23 +16,21 @@ from torch.distributed.tensor import DTensor
 from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.schedule import is_due, is_time
-from distiller.data.loading import batches_of
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals, signal_name
 from distiller.errors import AgreedError, CheckpointError, StoppedError
 from distiller.tasks.base import LossSum
-from distiller.tasks.micro_batch import MicroBatch
 from distiller.teachers.base import Outputs
-from distiller.training.attention_kernels import AttentionNotice
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.data_wait import DataWaitNotice
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
+from distiller.training.observers import Observers
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
-from distiller.training.out_of_memory import AllocationRecorder, explain
+from distiller.training.out_of_memory import explain
 from distiller.training.performance import performance
-from distiller.training.profiling import StepProfiler
 from distiller.training.run import Outcome, Run
 from distiller.training.step_counts import StepCountReducer
+from distiller.training.teacher_queue import TeacherQueue
 from distiller.training.timing import StepTimer
 
 
@@ -40,16 +39,17 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
 
     Raises StoppedError when a signal asks, and RunError where a GPU's memory is used up.
     """
-    timer, allocations = StepTimer(run.accelerator.device), AllocationRecorder(run)
-    try:
-        return _train(run, stops, timer, allocations)
-    except torch.OutOfMemoryError as error:
-        raise explain(error, run, allocations.step, timer) from error
+    with closing(Observers.of(run)) as observers, closing(TeacherQueue(run, observers.timer)) as queue:
+        try:
+            return _train(run, stops, queue, observers)
+        except torch.OutOfMemoryError as error:
+            place = f"update {observers.allocations.step}, {observers.timer.current_part}"
+            raise explain(error, run, place, queue.num_bytes) from error
 
 
-def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: AllocationRecorder) -> Outcome:
-    task, accelerator, recipe = run.task, run.accelerator, run.recipe
-    loader, metrics = batches_of(run.loader), {}
+def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observers) -> Outcome:
+    task, accelerator, recipe, metrics = run.task, run.accelerator, run.recipe, {}
+    timer, attention = observers.timer, observers.attention
     if accelerator.device.type == "cuda":
         # Without the text encoder and the rollout, which are freed by now.
         torch.cuda.reset_peak_memory_stats(accelerator.device)
@@ -58,18 +58,11 @@ def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: Allocati
         accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps, run.first_step
     )
     buffer_rollback = BufferRollback(run.student)
-    profiler = StepProfiler(recipe.profile.steps, Path(recipe.output_dir), run.ranks, run.first_step)
-    attention = AttentionNotice(recipe.profile.steps, run.ranks, run.first_step)
     data_wait = DataWaitNotice(run.loader.num_workers, run.ranks)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
-        allocations.begin(step)
-        profiler.begin(step)
-        attention.begin(step)
-        with timer.part("data"):
-            micro_batches: list[MicroBatch] = [next(loader) for _ in range(run.plan.accumulation_steps)]
-        micro_batches = [micro_batch.to(task, accelerator.device) for micro_batch in micro_batches]
-        batches = [micro_batch.batch for micro_batch in micro_batches]
+        observers.begin(step)
+        batches = queue.load().batches
         # Summed before the first backward: under DeepSpeed the last backward steps.
         local_count = float(sum(task.count(batch) for batch in batches))
         is_due_by_clock = is_time(recipe.checkpoint, time.monotonic() - saved_at)
@@ -78,8 +71,7 @@ def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: Allocati
         if flags.num_stop_requests:
             _save_and_stop(run, guard, step - 1, stops.requested, _spent(run, timer))
 
-        with timer.part("teacher"):
-            targets = _teacher_outputs(run, micro_batches)
+        targets = queue.answers()
         if step == run.first_step:
             _check_finite(run, targets)
             _build_ddp_buckets(run, batches[0], targets[0])
@@ -101,9 +93,7 @@ def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: Allocati
             step, [i for batch in batches for i in task.sample_ids(batch)], [loss.total for loss in losses], is_skipped
         )
 
-        timer.end_step()
-        profiler.end(step)
-        allocations.end(step)
+        observers.end(step)
         run.tracker.advance()
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
         # On a GPU these flags are one update old: they may have been sent before the last save.
@@ -124,7 +114,7 @@ def _train(run: Run, stops: StopSignals, timer: StepTimer, allocations: Allocati
                 "grad_norm": None if gradient_norm is None else float(gradient_norm),
                 "optim/loss_scale": _loss_scale(run),
                 "optim/skipped_steps": int(guard.num_skipped),
-                **performance(run, times_ms, batches),
+                **performance(run, times_ms, batches, queue.num_bytes),
             }
             run.tracker.log(metrics)
         if is_logged or is_saved:
@@ -168,12 +158,6 @@ def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, s
 def _spent(run: Run, timer: StepTimer) -> SessionTotals:
     """Time, steps and failed saves of this session so far."""
     return SessionTotals(time.perf_counter() - run.started, *timer.timed(), run.checkpoints.num_failed, 1)
-
-
-def _teacher_outputs(run: Run, micro_batches: Sequence[MicroBatch]) -> list[Outputs] | list[None]:
-    if run.teacher is None:
-        return [None] * len(micro_batches)
-    return run.teacher.predict([micro_batch.request(run.task) for micro_batch in micro_batches])
 
 
 def _check_finite(run: Run, targets: Sequence[Outputs | None]) -> None:

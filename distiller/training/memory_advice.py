@@ -80,6 +80,7 @@ class Situation:
     Attributes:
         placement: of the teacher; None where there is none in the loop.
         teacher: bytes of its weights on this GPU.
+        prefetched: bytes of updates that the teacher has answered ahead.
         offloading: the launch file that would keep the student's state elsewhere; None where it is there already.
         batch_size, samples_per_update: of the run.
         accumulation_steps: None where the recipe gives no `train.gradient_accumulation_steps`.
@@ -89,6 +90,7 @@ class Situation:
 
     placement: str | None
     teacher: int
+    prefetched: int
     planned: PlannedMemory
     offloading: str | None
     batch_size: int
@@ -122,6 +124,8 @@ def remedies(situation: Situation, shortage: Shortage) -> list[str]:
     found = []
     if shortage.is_fragmented:
         found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (unused memory lies in pieces)")
+    if situation.prefetched:
+        found.append(f"teacher.prefetch_steps=0 ({_gib(situation.prefetched)}, and the teacher's activations)")
     activations = situation.activations(shortage)
     if (size := _largest_divisor(situation.batch_size)) is not None:
         # The same samples an update, so that the run computes the same.

@@ -12,7 +12,6 @@ from distiller.errors import RunError
 from distiller.training.memory_advice import Shortage, Situation, owners, remedies
 from distiller.training.profiling import FOLDER
 from distiller.training.run import Run
-from distiller.training.timing import StepTimer
 
 MAX_EVENTS = 100_000
 """Allocations and frees that a snapshot holds, the newest ones."""
@@ -45,10 +44,15 @@ class AllocationRecorder:
             torch.cuda.memory._record_memory_history(enabled=None)
 
 
-def explain(error: torch.OutOfMemoryError, run: Run, step: int, timer: StepTimer) -> RunError:
-    """The error as one line, with advice; writes `profile/out-of-memory-rank-R.pickle`. Does not communicate."""
-    shortage, situation = Shortage.of(str(error)), situation_of(run)
-    text = f"out of GPU memory in update {step}, {timer.current_part}"
+def explain(error: torch.OutOfMemoryError, run: Run, place: str, prefetched_bytes: int) -> RunError:
+    """The error as one line, with advice; writes `profile/out-of-memory-rank-R.pickle`. Does not communicate.
+
+    Args:
+        place: in words, where the loop was.
+        prefetched_bytes: of updates that the teacher has answered ahead.
+    """
+    shortage, situation = Shortage.of(str(error)), situation_of(run, prefetched_bytes)
+    text = f"out of GPU memory in {place}"
     if shortage.asked is not None and shortage.capacity is not None:
         free = (shortage.free or 0) / 2**20
         text += (
@@ -63,13 +67,14 @@ def explain(error: torch.OutOfMemoryError, run: Run, step: int, timer: StepTimer
     return RunError(text)
 
 
-def situation_of(run: Run) -> Situation:
+def situation_of(run: Run, prefetched_bytes: int) -> Situation:
     """What the run holds on this rank's GPU."""
     recipe, options = run.recipe, run.recipe.teacher
     is_quantizable = options.quantization == "none" and run.placement in PLACEMENTS
     return Situation(
         placement=None if run.teacher is None else run.placement,
         teacher=0 if run.teacher is None else run.teacher.memory().gpu_bytes + run.replicated_head_bytes,
+        prefetched=prefetched_bytes,
         planned=run.planned_memory,
         offloading=_offloading(run.engine),
         batch_size=recipe.train.batch_size,

@@ -15,8 +15,13 @@ from distiller.training.run import Run
 from distiller.training.tracking import GIB, peak_flops
 
 
-def performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) -> dict[str, float | None]:
-    """Time, throughput and memory; of the slowest and fastest rank where they may differ. Communicates."""
+def performance(
+    run: Run, times_ms: dict[str, float], batches: Sequence[Any], prefetched_bytes: int
+) -> dict[str, float | None]:
+    """Time, throughput and memory; of the slowest and fastest rank where they may differ. Communicates.
+
+    `prefetched_bytes`: on this rank's device, of updates that the teacher has answered ahead.
+    """
     device, on_gpu = run.accelerator.device, run.accelerator.device.type == "cuda"
     peak_gib = torch.cuda.max_memory_allocated(device) / GIB if on_gpu else 0.0
     memory = None if run.teacher is None else run.teacher.memory()
@@ -27,10 +32,11 @@ def performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) ->
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
     # ru_maxrss is in KiB on Linux.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    local = torch.tensor([times_ms["step"], peak_gib, teacher_gib, host_peak_gib], device=device)
+    shares = [times_ms["step"], peak_gib, teacher_gib, host_peak_gib, prefetched_bytes / GIB]
+    local = torch.tensor(shares, device=device)
     gathered = run.accelerator.gather(local.unsqueeze(0))
     assert isinstance(gathered, Tensor)
-    step_ms, gpu_gib, teachers_gib, hosts_gib = gathered.cpu().T.tolist()
+    step_ms, gpu_gib, teachers_gib, hosts_gib, prefetched_gib = gathered.cpu().T.tolist()
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
     under_deepspeed = run.engine.startswith("deepspeed")
@@ -51,6 +57,7 @@ def performance(run: Run, times_ms: dict[str, float], batches: Sequence[Any]) ->
         "memory/teacher_gpu_gib": None if memory is None else max(teachers_gib),
         "memory/teacher_gpu_gib_all_ranks": None if memory is None else sum(teachers_gib),
         "memory/teacher_host_gib": None if memory is None else memory.host_bytes / GIB,
+        "memory/prefetched_gib": max(prefetched_gib) if run.recipe.teacher.prefetch_steps else None,
         "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
         "memory/host_peak_gib": max(hosts_gib),
     }

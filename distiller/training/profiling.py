@@ -65,6 +65,12 @@ class StepProfiler:
         self._write()
         self._profiler, self._steps = None, None
 
+    def close(self) -> None:
+        """Ends a profile without its files, where an update failed."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
     def _write(self) -> None:
         assert self._steps is not None
         on_gpu, name = self._ranks.device.type == "cuda", f"steps-{self._first}-{self._steps[1]}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
@@ -23,7 +23,8 @@ class StepTimer:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._host_s: dict[str, float] = defaultdict(float)
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        # Another thread may append.
+        self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._steps, self._started = 0, time.perf_counter()
         self._windows: list[tuple[int, float]] = []
         self.current_part = PARTS[0]
@@ -33,6 +34,12 @@ class StepTimer:
     def part(self, name: str) -> Iterator[None]:
         """Measures a part, which a profile shows under its name; parts do not nest."""
         self.current_part = name
+        with self.measured(name):
+            yield
+
+    @contextmanager
+    def measured(self, name: str) -> Iterator[None]:
+        """As `part`, in another thread than the loop's."""
         with torch.profiler.record_function(name):
             yield from self._measured(name)
 
@@ -57,18 +64,22 @@ class StepTimer:
 
         `counts`: whether `timed` is to include the window.
         """
-        if self._events:
-            # Events of one stream complete in order, and those that are not complete have no time yet.
-            self._events[-1][2].synchronize()
+        recorded = [self._events.popleft() for _ in range(len(self._events))]
+        # Events of one stream complete in order. Those of the student's have no time before the last is complete; a
+        # teacher that is asked ahead may need longer, and counts in the next window.
+        for end in [end for name, _, end in recorded if name != "teacher"][-1:]:
+            end.synchronize()
         totals = {name: 1e3 * self._host_s[name] for name in PARTS}
-        for name, begin, end in self._events:
-            totals[name] += begin.elapsed_time(end)
+        for name, begin, end in recorded:
+            if end.query():
+                totals[name] += begin.elapsed_time(end)
+            else:
+                self._events.append((name, begin, end))
         steps, elapsed_s = max(self._steps, 1), time.perf_counter() - self._started
         if counts:
             self._windows.append((steps, elapsed_s))
         report = {"step": 1e3 * elapsed_s / steps, **{name: total / steps for name, total in totals.items()}}
         self._host_s.clear()
-        self._events.clear()
         return report
 
     def restart(self) -> None:

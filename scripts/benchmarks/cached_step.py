@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from distiller.build import build
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.config.loading import load
+from distiller.data.loader_processes import open_loader
 from distiller.data.order import RankSampler, SampleKey
-from distiller.distributed.process import initialize_loader_worker, is_main_process, prepare_environment
+from distiller.distributed.process import is_main_process, prepare_environment
 from distiller.tasks.interfaces import Cacheable
 from distiller.teachers.base import Outputs
 from distiller.training.loop import train
@@ -75,13 +76,10 @@ def main() -> None:
             # They alternate in going first, so that drift affects both alike.
             for name in sorted(data, reverse=bool(number % 2)):
                 end = step + options.steps - 1
-                loader = DataLoader(
-                    data[name],
-                    batch_sampler=RankSampler(run.plan, run.ranks.rank, step - 1, end),
-                    collate_fn=CachedCollation(run.task),
-                    num_workers=recipe.train.num_workers,
-                    pin_memory=run.ranks.device.type == "cuda",
-                    worker_init_fn=initialize_loader_worker,
+                sampler, num_workers = RankSampler(run.plan, run.ranks.rank, step - 1, end), run.loader.num_workers
+                micro_batches = run.plan.accumulation_steps
+                loader = open_loader(
+                    data[name], sampler, CachedCollation(run.task), num_workers, micro_batches, run.ranks
                 )
                 outcome = train(replace(run, first_step=step, last_step=end, loader=loader))
                 step = end + 1

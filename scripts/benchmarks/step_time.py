@@ -7,8 +7,9 @@ The pipeline is made once on disk: random weights, with the packaged digits' tex
 64 wide and latents have 4 channels. Prints one table; beside each row stands the limit: the teacher's forward and the
 student's forward and backward at the GPU's dense bf16 peak (2 and 6 FLOP a parameter and token), which ignores
 attention and everything that is not a matrix product. Host memory is the largest resident set that any rank had; the
-loss is the last step's, which is equal under every engine but for rounding. `--gpu-memory` makes the GPUs smaller: this
-process holds all but so much of each while the rows run.
+loss is the last step's, which is equal under every engine but for rounding. "ahead" is `teacher.prefetch_steps`: with
+it the step is between the longer of teacher and student, as the row without it has them, and their sum. `--gpu-memory`
+makes the GPUs smaller: this process holds all but so much of each while the rows run.
 """
 
 # The libraries' stubs are narrower than what the libraries take and return.
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=1e9, help="start no further row after so long")
     parser.add_argument("--checkpointing", choices=["both", "true", "false"], default="both", help="of activations")
     parser.add_argument("--placement", action="append", help="teacher.placement; several make a row each")
+    parser.add_argument("--prefetch-steps", type=int, action="append", help="teacher.prefetch_steps; as --placement")
     parser.add_argument("--gpu-memory", type=float, help="GiB of each GPU that the runs may use; the rest is held")
     parser.add_argument("--student-heads", type=int, help="default: as many as the teacher has")
     parser.add_argument("--option", action="append", default=[], help="recipe override for every row")
@@ -113,19 +115,21 @@ def main() -> None:
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
         held = None if options.gpu_memory is None else hold_all_but(options.gpu_memory)
         checkpointings = ("false", "true") if options.checkpointing == "both" else (options.checkpointing,)
-        asked = itertools.product(options.launch or ["single_gpu"], options.placement or ["replicated"], checkpointings)
+        launches, placements = options.launch or ["single_gpu"], options.placement or ["replicated"]
+        asked = itertools.product(launches, placements, checkpointings, options.prefetch_steps or [0])
         rows = []
-        for name, placement, checkpointing in asked:
+        for name, placement, checkpointing, ahead in asked:
             if time.perf_counter() - began > 60 * options.minutes:
                 break
             extra = [f"teacher.placement={placement}", f"train.gradient_checkpointing={checkpointing}"]
+            extra.append(f"teacher.prefetch_steps={ahead}")
             try:
                 metrics = measure(folder, name, options.side, options.batch_size, [*extra, *options.option])
             except subprocess.CalledProcessError:
                 print(f"{name}, {placement}: failed, see above", file=sys.stderr)
                 continue
             chosen = metrics["placement"] if placement != "auto" else f"auto: {metrics['placement']}"
-            rows.append((name, chosen, checkpointing, metrics))
+            rows.append((name, chosen, checkpointing, ahead, metrics))
         del held
     tokens = options.batch_size * (options.side // 16) ** 2
     peak = peak_flops(device, "bf16")
@@ -136,6 +140,7 @@ def main() -> None:
         "launch file   ",
         "teacher         ",
         "checkpointing",
+        "ahead",
         "   step",
         "teacher",
         "student",
@@ -146,7 +151,7 @@ def main() -> None:
         "last loss",
     ]
     print(" | ".join([*columns, "limit: teacher, student"]))
-    for name, placement, checkpointing, metrics in rows:
+    for name, placement, checkpointing, ahead, metrics in rows:
         times = [metrics[f"perf/{part}_ms"] for part in ("step", "teacher", "student", "optimizer", "data")]
         shown = " | ".join("   - " if value is None else f"{value:7.1f}" for value in times)
         limits = (
@@ -155,7 +160,7 @@ def main() -> None:
         memory = metrics["memory/gpu_peak_gib_max"]
         peak_gib = "-" if memory is None else f"{memory:.2f}"
         print(
-            f"{name:14} | {placement:16} | {checkpointing:13} | {shown} | {peak_gib:>12} | "
+            f"{name:14} | {placement:16} | {checkpointing:13} | {ahead:5} | {shown} | {peak_gib:>12} | "
             f"{metrics['memory/host_peak_gib']:13.1f} | {metrics['loss']:.6f} | "
             + ", ".join(f"{limit:.1f}" for limit in limits)
         )

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DISTILLER_KILLS", "3"))
 # A run goes on for some steps before it is seen and hit.
 STEPS = 20 * KILLS
+ASKED_AHEAD = "teacher.prefetch_steps=2"
+"""The unbroken run asks its teacher for one update at a time; in the others answers are in flight when they die."""
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)
@@ -44,7 +46,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
 
     moments, run_dir, done = random.Random(7), tmp_path / "broken", 0
     for kill in range(KILLS):
-        running = begin(config, run_dir, *train, "--resume")
+        running = begin(config, run_dir, *train, ASKED_AHEAD, "--resume")
         # By its checkpoints: metrics.jsonl still has lines of the run before, until they are cut off.
         target = min(done + moments.randint(1, 8), STEPS - 1)
         running.wait_until(lambda target=target: newest(run_dir) >= target, 240)
@@ -60,7 +62,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
         else:
             running.kill_all()
         done = newest(run_dir)
-    result = launch(config, *train, f"output_dir={run_dir}", "--resume")
+    result = launch(config, *train, f"output_dir={run_dir}", ASKED_AHEAD, "--resume")
     assert result.code == 0, result.stderr
     toys.assert_same_run(run_dir, tmp_path / "whole", loss_tolerance=0.0, tolerance=0.0)
 

@@ -20,6 +20,7 @@ MESSAGE = (
 SITUATION = Situation(
     placement="replicated",
     teacher=10 * GIB,
+    prefetched=0,
     planned=PlannedMemory(4 * GIB, {"replicated": 10 * GIB, "sharded": 9 * GIB, "streamed": GIB, "cpu": 0}),
     offloading="zero2_offload.yaml",
     batch_size=4,
@@ -58,6 +59,8 @@ def test_settings_that_free_what_is_missing_are_named():
     ]
     split = replace(SITUATION, batch_size=9, accumulation_steps=2)
     assert remedies(split, shortage)[0] == "train.batch_size=3 train.gradient_accumulation_steps=6 (about 5.33 GiB)"
+    ahead = remedies(replace(SITUATION, prefetched=GIB // 2), shortage)
+    assert ahead[0] == "teacher.prefetch_steps=0 (0.50 GiB, and the teacher's activations)"
     nothing_left = replace(
         SITUATION, placement="cpu", teacher=0, batch_size=1, recomputes=True, can_quantize=False, offloading=None
     )

@@ -149,6 +149,9 @@ class PlacementSpec(Generic[OptionsT]):
         uses_device_map: whether its class is a `DeviceMapTeacher`, which checks its own memory.
         loads_teacher: False where outputs are read from a cache, and no weights are.
         why_not_quantized: why its layers cannot be quantised; empty where they can.
+        why_not_prefetched: why it cannot be asked ahead of the student; empty where it can.
+        prefetches_in_thread: whether the host waits or computes while it answers, so that another thread asks it ahead.
+            It must exchange nothing between ranks after its first answer.
         why_not_compiled: why its blocks cannot be compiled; empty where they can.
         why_not_compiled_beside_deepspeed: the same where the student's engine is DeepSpeed.
         check_options: raises ValueError where its keys are incomplete.
@@ -172,6 +175,8 @@ class PlacementSpec(Generic[OptionsT]):
     why_not_compiled: str = ""
     why_not_compiled_beside_deepspeed: str = ""
     why_not_quantized: str = ""
+    why_not_prefetched: str = ""
+    prefetches_in_thread: bool = False
     check_options: Callable[[OptionsT], None] = _accept
     check_world: Callable[[OptionsT, int, bool], None] = _accept_world
     holder: Callable[[OptionsT], int] | None = None

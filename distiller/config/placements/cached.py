@@ -28,6 +28,7 @@ SPEC = PlacementSpec(
     row=SupportRow("none", "none", "nothing"),
     loads_teacher=False,
     why_not_compiled="no teacher runs",
+    why_not_prefetched="no teacher runs, and the loader reads ahead",
     check_options=_check_options,
     # A command asks of other inputs than the data's: the weights are needed after all.
     alone=lambda *_: {"placement": "auto"},

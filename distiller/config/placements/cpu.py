@@ -34,5 +34,6 @@ SPEC = PlacementSpec(
     memory=_memory,
     speed=SpeedRank(on_gpus=90, one_process=90, on_cpus=30),
     is_auto_candidate=True,
+    prefetches_in_thread=True,
     why_not_compiled="it computes on the CPU, in the dtype that it finds to be faster",
 )

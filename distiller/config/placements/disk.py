@@ -26,4 +26,5 @@ SPEC = PlacementSpec(
     memory=_memory,
     speed=SpeedRank(on_gpus=80, one_process=80, on_cpus=90),
     is_auto_candidate=True,
+    prefetches_in_thread=True,
 )

@@ -44,7 +44,10 @@ class FullyShardedModules(ShardedModules):
             return
         offloads = options.offload == "cpu"
         locks_pages = offloads and options.pin_memory and ranks.device.type == "cuda"
-        mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
+        if setup.options.prefetch_steps:
+            mesh = DeviceMesh.from_group(ranks.new_device_group(), ranks.device.type)
+        else:
+            mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
         for plan in plans:
             _split(plan, mesh, CPUOffloadPolicy(locks_pages) if offloads else OffloadPolicy())
         sizes = [

@@ -62,9 +62,14 @@ OutputsOfKinds = dict[CallKind, Outputs]
 class Exchange:
     """Runs every rank's calls on one rank, the holder. All ranks call `answer` equally often."""
 
-    def __init__(self, ranks: Ranks, holder: int, run: Callable[[Call], Outputs]) -> None:
-        """`run` computes a batch of calls of one kind; called on the holder alone."""
-        self._ranks, self._holder, self._run = ranks, holder, run
+    def __init__(
+        self, ranks: Ranks, holder: int, run: Callable[[Call], Outputs], group: dist.ProcessGroup | None = None
+    ) -> None:
+        """`run` computes a batch of calls of one kind; called on the holder alone.
+
+        `group`: of all ranks, through which tensors travel; None for the default one.
+        """
+        self._ranks, self._holder, self._run, self._group = ranks, holder, run, group
         # The same on all ranks, since every rank sees the kinds of all; each kind's outputs are described only once.
         self._outputs_of: dict[CallKind, tuple[RowSpec, ...]] = {}
 
@@ -110,7 +115,7 @@ class Exchange:
                 to_receive += self._without_holder(parts)
                 if kind in batches:
                     parts[self._holder].copy_(batches[kind][name])
-        _transfer(dist.irecv, to_receive)
+        self._transfer(dist.irecv, to_receive)
         outputs = self._agree_on_outputs(
             counts, lambda: {kind: self._run(Call(kind.module, whole.pop(kind), kind.wanted)) for kind in counts}
         )
@@ -125,19 +130,20 @@ class Exchange:
                     # A copy, so that the other ranks' rows are freed while the student still uses these.
                     part = parts[self._holder]
                     own[kind][rows.name] = part if len(part) == len(output) else part.clone()
-        _transfer(dist.isend, to_send)
+        self._transfer(dist.isend, to_send)
         return own
 
     def _run_remotely(self, batches: dict[CallKind, dict[str, Tensor]], counts: Counts) -> OutputsOfKinds:
         """On every other rank: sends its inputs and receives its outputs."""
         kinds = [kind for kind in counts if kind in batches]
-        _transfer(dist.isend, [(self._holder, batches[kind][rows.name]) for kind in kinds for rows in kind.inputs])
+        self._transfer(dist.isend, [(self._holder, batches[kind][rows.name]) for kind in kinds for rows in kind.inputs])
         self._agree_on_outputs(counts, dict)
         received: OutputsOfKinds = {}
         for kind in kinds:
             num_rows = counts[kind][self._ranks.rank]
             received[kind] = {r.name: r.empty(num_rows, self._ranks.device) for r in self._outputs_of[kind]}
-        _transfer(dist.irecv, [(self._holder, tensor) for outputs in received.values() for tensor in outputs.values()])
+        to_receive = [(self._holder, tensor) for outputs in received.values() for tensor in outputs.values()]
+        self._transfer(dist.irecv, to_receive)
         return received
 
     def _agree_on_outputs(self, counts: Counts, run_all: Callable[[], OutputsOfKinds]) -> OutputsOfKinds:
@@ -155,6 +161,21 @@ class Exchange:
         self._outputs_of.update(zip(new, self._ranks.gather(specs)[self._holder], strict=True))
         return outputs
 
+    def _transfer(self, operation: Callable[..., dist.Work | None], tensors: Sequence[tuple[int, Tensor]]) -> None:
+        """Sends contiguous tensors to other ranks, or receives them; sender and receiver list them in the same order.
+
+        Communicates. On a GPU the current stream waits and the host does not.
+        """
+        # As bytes, since not every backend supports every dtype. NCCL cannot send empty tensors: both sides skip them.
+        operations = [
+            dist.P2POp(operation, tensor.view(-1).view(torch.uint8), rank, self._group)
+            for rank, tensor in tensors
+            if tensor.numel()
+        ]
+        if operations:
+            for work in dist.batch_isend_irecv(operations):
+                work.wait()
+
     def _without_holder(self, parts: Sequence[Tensor]) -> list[tuple[int, Tensor]]:
         return [(rank, part) for rank, part in enumerate(parts) if rank != self._holder]
 
@@ -167,17 +188,3 @@ def _batch(kind: CallKind, calls: Sequence[Call]) -> dict[str, Tensor]:
 
 def _num_rows(tensors: Mapping[str, Tensor]) -> int:
     return len(next(iter(tensors.values())))
-
-
-def _transfer(operation: Callable[..., dist.Work | None], tensors: Sequence[tuple[int, Tensor]]) -> None:
-    """Sends contiguous tensors to other ranks, or receives them; sender and receiver list them in the same order.
-
-    Communicates. On a GPU the current stream waits and the host does not.
-    """
-    # As bytes, since not every backend supports every dtype. NCCL cannot send empty tensors: both sides skip them.
-    operations = [
-        dist.P2POp(operation, tensor.view(-1).view(torch.uint8), rank) for rank, tensor in tensors if tensor.numel()
-    ]
-    if operations:
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()

@@ -1,0 +1,52 @@
+"""What watches the updates of a session: times, profiles, attention kernels, allocations."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from distiller.training.attention_kernels import AttentionNotice
+from distiller.training.out_of_memory import AllocationRecorder
+from distiller.training.profiling import StepProfiler
+from distiller.training.run import Run
+from distiller.training.timing import StepTimer
+
+
+@final
+@dataclass(frozen=True)
+class Observers:
+    """The observers of one session. None of them communicates."""
+
+    timer: StepTimer
+    profiler: StepProfiler
+    attention: AttentionNotice
+    allocations: AllocationRecorder
+
+    @classmethod
+    def of(cls, run: Run) -> Observers:
+        """As the run's recipe asks."""
+        steps, ranks, first_step = run.recipe.profile.steps, run.ranks, run.first_step
+        return cls(
+            StepTimer(run.accelerator.device),
+            StepProfiler(steps, Path(run.recipe.output_dir), ranks, first_step),
+            AttentionNotice(steps, ranks, first_step),
+            AllocationRecorder(run),
+        )
+
+    def begin(self, step: int) -> None:
+        """Before update `step`."""
+        self.allocations.begin(step)
+        self.profiler.begin(step)
+        self.attention.begin(step)
+
+    def end(self, step: int) -> None:
+        """After update `step`. What `attention` has profiled is read by `attention.end`."""
+        self.timer.end_step()
+        self.profiler.end(step)
+        self.allocations.end(step)
+
+    def close(self) -> None:
+        """Ends the profiles of an update that failed; torch complains where they go on to the process's end."""
+        self.profiler.close()
+        self.attention.close()

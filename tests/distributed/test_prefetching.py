@@ -1,0 +1,55 @@
+"""A teacher that is asked ahead of the student changes nothing: losses and students are those without, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distiller.config.placements import PLACEMENTS
+from tests.distributed.ranks import on_ranks
+from tests.placement_contract import placement_of, train_cases
+from tests.toy_network import save_toy
+
+# The first test of each world starts its ranks and runs all of their cases.
+pytestmark = pytest.mark.timeout(400)
+ALONE = ("replicated", "cpu", "streamed", "disk")
+TOGETHER = (
+    *("replicated", "cpu", "streamed", "streamed, shared transfers", "disk", "balanced", "sequential"),
+    *("custom, spread", "rank0", "rank0, the last rank", "sharded", "sharded, offloaded"),
+)
+DEPTHS = (1, 3, 9)
+"""Updates ahead; the runs have five."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(ranks, updates ahead) -> loss series and students of each case, two micro-batches an update."""
+    weights, known = save_toy(tmp_path_factory.mktemp("toy")), {}
+
+    def get(world_size: int, depth: int) -> dict[str, Any]:
+        if (world_size, depth) not in known:
+            folder = tmp_path_factory.mktemp(f"ahead-{world_size}-{depth}")
+            cases = list(ALONE if world_size == 1 else TOGETHER)
+            arguments = (weights, folder, cases, 8 // world_size, [2], depth, depth > 0)
+            known[world_size, depth] = on_ranks(world_size, train_cases, *arguments, timeout_s=300)[0]
+        return known[world_size, depth]
+
+    return get
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    ("case", "world_size"), [(case, 1) for case in ALONE] + [(case, 2) for case in TOGETHER], ids=str
+)
+def test_runs_are_the_same(trained, case, world_size, depth):
+    result, reference = trained(world_size, depth)[f"{case} 2"], trained(world_size, 0)[f"{case} 2"]
+    assert not isinstance(result, str), result
+    assert result[0] == reference[0]
+    assert np.array_equal(result[1], reference[1])
+
+
+def test_every_placement_that_can_be_asked_ahead_is():
+    can = {spec.name for spec in PLACEMENTS.values() if not spec.why_not_prefetched}
+    assert {placement_of(case) for case in TOGETHER} == can
