@@ -49,7 +49,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py"),
         (
             *("order", "stages", "cache", "cache_folder", "prompts", "repeated_prompts", "pictures", "folders"),
-            *("reference_keys", "reference_*_keys"),
+            *("reference_keys", "reference_*_keys", "loader_processes"),
         ),
     ),
     "language": (
@@ -84,10 +84,14 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     "training": (
         (
             *(f"distiller/training/{name}.py" for name in ("optim", "nonfinite_guard", "buffer_rollback")),
+            *(f"distiller/training/{name}.py" for name in ("teacher_queue", "timing", "memory_advice")),
             *("distiller/student_state/moving_average.py", "distiller/tasks/micro_batch.py"),
             *("distiller/data/order.py", "distiller/checkpoint/schedule.py"),
         ),
-        ("optim", "order", "reference_training", "trainer", "checkpoint", "cache*"),
+        (
+            *("optim", "order", "reference_training", "trainer", "checkpoint", "cache*", "teacher_queue", "timing"),
+            "out_of_memory",
+        ),
     ),
 }
 """Group -> (files, names of the unit tests that run first)."""
