@@ -178,7 +178,8 @@ class LanguageEvaluation(Section):
         default=2, description="held-out documents that are continued, without sample_prompts"
     )
     max_new_tokens: Positive = Field(
-        default=48, description="of a continuation; without a cache, so its time grows with their square"
+        default=48,
+        description="of a continuation; the teacher has no key-value cache, so its time grows with their square",
     )
     min_improvement: PositiveFloat | None = Field(
         default=None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
 
@@ -26,10 +26,18 @@ from distiller.language.model.logits import Head
 @final
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model for inference: a function that returns its last hidden states, and its output layer."""
+    """A model for inference.
+
+    Attributes:
+        hidden_of: returns its last hidden states.
+        head: its output layer.
+        generate: (token ids of each prompt, number of tokens, id of the padding) -> the most likely continuation of
+            each; None for a teacher, whose placement has no key-value cache.
+    """
 
     hidden_of: HiddenOf
     head: Head
+    generate: Callable[[Sequence[Sequence[int]], int, int], list[list[int]]] | None = None
 
 
 def compare(

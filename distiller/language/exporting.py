@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from distiller.errors import UserError
 from distiller.language.evaluation import FrozenModel
-from distiller.language.generation import model_hidden_states
+from distiller.language.generation import generate_with_cache, model_hidden_states
 from distiller.language.model.logits import Head, LogitChange, TokenIds
 from distiller.language.student import StudentModel
 from distiller.tasks.student_module import damaged_student, exported_folder, model_state
@@ -116,4 +117,5 @@ def frozen_model(model: Any, device: torch.device, change: LogitChange, ids: Tok
     """
     model = model.eval().requires_grad_(False).to(device)
     output = model.get_output_embeddings()
-    return FrozenModel(model_hidden_states(model), Head(output.weight, output.bias, change, ids))
+    head = Head(output.weight, output.bias, change, ids)
+    return FrozenModel(model_hidden_states(model), head, partial(generate_with_cache, model, ids))

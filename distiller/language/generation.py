@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from distiller.language.data.batch import IGNORED, LanguageBatch, TokenSample, collate
-from distiller.language.model.logits import Head
+from distiller.language.model.logits import Head, TokenIds
 from distiller.language.network import HIDDEN
 from distiller.teachers.base import Request, Teacher
 
@@ -25,7 +26,7 @@ def generate_greedily(
 
     Every step computes all positions again, since no placement of a teacher keeps a key-value cache: the time grows
     with the square of the length. There is no stop at the end-of-text token, so that all ranks run equally many
-    forward passes; some placements communicate in each.
+    forward passes; some placements communicate in each. Of a model that is at hand see `generate_with_cache`.
 
     Args:
         hidden_of: the model without output layer.
@@ -45,6 +46,33 @@ def generate_greedily(
         for row, token in zip(rows, logits.argmax(1).tolist(), strict=True):
             row.append(token)
     return [row[len(prompt) :] for row, prompt in zip(rows, prompt_ids, strict=True)]
+
+
+def generate_with_cache(
+    model: Any, ids: TokenIds, prompt_ids: Sequence[Sequence[int]], num_tokens: int, pad_id: int
+) -> list[list[int]]:
+    """What `generate_greedily` returns, by the library's own `generate` and its key-value cache. Does not communicate.
+
+    One prompt at a time, since prompts of several lengths would need padding in front.
+
+    Args:
+        model: a causal language model of transformers in eval mode. Its `generation_config` is replaced, whose file
+            may ask for sampling or penalties.
+        ids: the ids that stand for a token; others are not generated.
+    """
+    model.generation_config = GenerationConfig(
+        do_sample=False,
+        max_new_tokens=num_tokens,
+        suppress_tokens=ids.unused(model.get_output_embeddings().weight.shape[0]) or None,
+        pad_token_id=pad_id,
+    )
+    continuations = []
+    for prompt in prompt_ids:
+        inputs = torch.tensor([list(prompt)], device=model.device)
+        with torch.no_grad():
+            generated = model.generate(input_ids=inputs, attention_mask=torch.ones_like(inputs))
+        continuations.append(generated[0, len(prompt) :].tolist())
+    return continuations
 
 
 def teacher_hidden_states(teacher: Teacher) -> HiddenOf:

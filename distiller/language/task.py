@@ -310,6 +310,8 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
     def _continue(self, reader: FrozenModel, prompt_ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """The token ids that `reader` generates after each prompt."""
         count, pad_id = self._recipe.evaluation.max_new_tokens, self._source.pad_id
+        if reader.generate is not None:
+            return reader.generate(prompt_ids, count, pad_id)
         return generate_greedily(reader.hidden_of, reader.head, prompt_ids, count, pad_id)
 
     def _read_student(self, run_dir: Path, device: torch.device) -> FrozenModel:
