@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, final
 
@@ -21,7 +23,7 @@ from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
 from distiller.data.loader_processes import choose_num_workers, open_loader
 from distiller.data.loading import check_loader_sockets
-from distiller.data.order import RankSampler
+from distiller.data.order import RankSampler, SampleKey
 from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import world_size
 from distiller.errors import UserError
@@ -116,7 +118,10 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
     student = prepare_student(session, identity, claim.steps_done)
     loader = _open_loader(session, stages, claim.steps_done)
     memory = PlannedMemory(setup.reserved_bytes - head_bytes, setup.gpu_bytes)
-    return _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes, memory)
+    compiles_blocks = {session.student_compile_mode, setup.compile_mode} != {"none"}
+    return _assemble(
+        session, stages, student, loader, claim.steps_done, began, head_bytes, memory, compiles_blocks=compiles_blocks
+    )
 
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
@@ -246,17 +251,22 @@ def _run_stages(session: Session[Any], setup: Setup, cached: tuple[Layout, int] 
 
 
 def _open_loader(session: Session[Any], stages: Stages, steps_done: int) -> DataLoader[Any]:
-    """This rank's micro-batches, from the first update that is left to the last."""
+    """This rank's micro-batches, from the first update that is left to the last. Communicates."""
     plan, ranks = session.plan, session.ranks
     sampler = RankSampler(plan, ranks.rank, steps_done, session.last_step)
     # Of a run whose loop had ended there are none.
-    first_keys = next(iter(sampler), [])
+    first_keys = list(islice(sampler, 2))
 
-    def read() -> None:
-        if first_keys:
-            stages.collation([stages.data[key] for key in first_keys])
+    def read(keys: Sequence[SampleKey]) -> MicroBatch:
+        return stages.collation([stages.data[key] for key in keys])
 
-    num_workers = choose_num_workers(session.recipe.train.num_workers, read, ranks)
+    num_workers = choose_num_workers(
+        session.recipe.train.num_workers,
+        [partial(read, keys) for keys in first_keys],
+        ranks,
+        micro_batches=plan.accumulation_steps,
+        is_cpu_busy=stages.placement == "cpu",
+    )
     return open_loader(stages.data, sampler, stages.collation, num_workers, plan.accumulation_steps, ranks)
 
 
@@ -269,6 +279,8 @@ def _assemble(
     began: float,
     head_bytes: int,
     memory: PlannedMemory,
+    *,
+    compiles_blocks: bool,
 ) -> Run:
     """Opens the tracker and puts a run together. Communicates."""
     recipe, accelerator, first_step = session.recipe, session.accelerator, steps_done + 1
@@ -298,6 +310,7 @@ def _assemble(
         quantization_error=stages.quantization_error,
         replicated_head_bytes=head_bytes,
         planned_memory=memory,
+        compiles_blocks=compiles_blocks,
     )
 
 

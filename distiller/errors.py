@@ -5,8 +5,12 @@ from __future__ import annotations
 import difflib
 import errno
 import os
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+_PACKAGE = Path(__file__).parent
 
 
 class UserError(ValueError):
@@ -86,10 +90,14 @@ def full_gpu(error: BaseException) -> str | None:
     if type(error).__name__ != "OutOfMemoryError":
         # The type is torch's, which is not imported here.
         return None
-    said = str(error).partition(" If reserved but unallocated")[0]
+    said, where = str(error).partition(" If reserved but unallocated")[0], ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if Path(frame.filename).is_relative_to(_PACKAGE):
+            where = f" in {Path(frame.filename).relative_to(_PACKAGE.parent)}, line {frame.lineno}"
     return (
-        f"out of GPU memory: {said} Choose a teacher.placement or teacher.quantization that takes less, or lower what "
-        "is computed at once (evaluation.batch_size or evaluation.batch_tokens, in training train.batch_size)"
+        f"out of GPU memory{where}: {said} Choose a teacher.placement or teacher.quantization that takes less, or "
+        "lower what is computed at once (evaluation.batch_size or evaluation.batch_tokens, rollout.batch_size, in "
+        "training train.batch_size)"
     )
 
 

@@ -129,15 +129,30 @@ def answers_of_cases(
     return results
 
 
+MAX_CYCLES = 20_000_000
+"""Of a GPU's clock: about 10 ms."""
+
+
+def delay_stream(moments: random.Random) -> None:
+    """Makes the current stream late, and what its allocator hands out next garbage; nothing without a GPU."""
+    if torch.cuda.is_available():
+        torch.cuda._sleep(moments.randint(0, MAX_CYCLES))
+        for size in (8, 64, 512, 4096):
+            torch.full((size,), float("nan"), device="cuda")
+
+
 class Delayed(Teacher):
-    """A teacher that every rank asks after a delay of its own."""
+    """A teacher that every rank asks after a delay of its own, and whose stream is late before and after an answer."""
 
     def __init__(self, teacher: Teacher, rank: int) -> None:
         self._teacher, self._random = teacher, random.Random(rank)
 
     def predict(self, requests: Any) -> Any:
         time.sleep(self._random.uniform(0, 0.02))
-        return self._teacher.predict(requests)
+        delay_stream(self._random)
+        answers = self._teacher.predict(requests)
+        delay_stream(self._random)
+        return answers
 
     def memory(self) -> Any:
         return self._teacher.memory()
@@ -163,6 +178,17 @@ def train_cases(
     from tests import toys
     from tests.toy_task import RowTask, build_toy_run, toy_recipe
 
+    class DelayedTask(RowTask):
+        """The student's stream is late too, before its loss is computed from the answers and after it."""
+
+        moments = random.Random(0)
+
+        def loss(self, *arguments: Any) -> Any:
+            delay_stream(self.moments)
+            loss = super().loss(*arguments)
+            delay_stream(self.moments)
+            return loss
+
     results: dict[str, Any] = {}
     for number, (case, accumulation) in enumerate((case, steps) for case in cases for steps in accumulations):
         run_dir = output / str(number)
@@ -175,7 +201,7 @@ def train_cases(
             recipe = toy_recipe(run_dir, batch_size=batch_size // accumulation, max_steps=5)
             asked = recipe.teacher.model_copy(update={"prefetch_steps": prefetch_steps})
             recipe = recipe.model_copy(update={"teacher": asked})
-            task, cache = RowTask(2), None
+            task, cache = (DelayedTask if delays and on_gpu else RowTask)(2), None
             if placement_of(case) == "cached":
                 cache = run_dir / "cache", fill_cache(run_dir / "cache", task, teacher.live, 4, torch.device(device))
                 teacher = teacher.cached

@@ -6,6 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -161,13 +162,17 @@ def _write(
 ) -> None:
     """Asks the teacher for what is not there yet, and writes the manifest last. Communicates."""
     recipe, task, ranks, folder = session.recipe, session.task, session.ranks, _folder(session)
-    size = recipe.train.batch_size
+    size, micro_batches = recipe.train.batch_size, session.world.accumulation_steps
 
-    def read() -> None:
-        task.collate([data[0, i % task.num_samples] for i in range(size)])
+    def read(first: int) -> Any:
+        return task.collate([data[0, i % task.num_samples] for i in range(first, first + size)])
 
-    num_workers = choose_num_workers(recipe.train.num_workers, read, ranks)
-    batching = Batching(size, session.world.accumulation_steps, num_workers)
+    reads = [partial(read, first) for first in (0, size)]
+    is_busy = placement == "cpu"
+    num_workers = choose_num_workers(
+        recipe.train.num_workers, reads, ranks, micro_batches=micro_batches, is_cpu_busy=is_busy
+    )
+    batching = Batching(size, micro_batches, num_workers)
     writer, draws = CacheWriter(folder, task, teacher, data, batching, ranks), _num_draws(session)
     measured = writer.measure()
     files = draws * measured.bytes_per_sample * task.num_samples / (recipe.cache.shard_mib * 2**20)

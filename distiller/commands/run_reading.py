@@ -33,7 +33,7 @@ ACCEPTED_KEYS = {
         *(*_KEYS_OF_BOTH, "seed", "data.kind", "data.max_samples", "data.max_length", "data.packing", "data.held_out"),
         *("evaluation.judge", "evaluation.num_samples", "evaluation.batch_size", "evaluation.min_recognised"),
         *("evaluation.batch_tokens", "evaluation.max_rows", "evaluation.min_improvement"),
-        "evaluation.min_accuracy_ratio",
+        *("evaluation.min_accuracy_ratio", "train.num_workers"),
     ),
     "sample": (*_KEYS_OF_BOTH, "evaluation.max_new_tokens"),
     "export": (),

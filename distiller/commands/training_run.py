@@ -28,7 +28,7 @@ from distiller.storage.folder_lock import remove_lock_file
 from distiller.tasks.interfaces import Samplable
 from distiller.training.loop import train as run_loop
 from distiller.training.run import Outcome, Run
-from distiller.training.tracking import GIB, last_metrics
+from distiller.training.tracking import GIB, last_metrics, metrics_of
 from distiller.training.update_plan import last_step_of, plan_updates
 
 DRY_RUN_STEPS = 3
@@ -99,6 +99,9 @@ def dry_run(recipe: Recipe) -> None:
     run = build(shortened, planned_updates=steps)
     assert isinstance(run, Run)
     metrics = run_loop(run).metrics
+    if run.ranks.is_main:
+        # The last updates ask the teacher for nothing where it is asked ahead; what they hold is counted.
+        metrics |= {"perf/step_ms": metrics_of(folder, DRY_RUN_STEPS)["perf/step_ms"]}
     step_ms, peak = metrics["perf/step_ms"], metrics["memory/gpu_peak_gib_max"]
     if recipe.stage_updates is not None and shortened.stage_updates is not None:
         longer = recipe.stage_updates / shortened.stage_updates
@@ -148,6 +151,7 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
     # A cache is that of the whole data, and the latents that belong to it lie where they were made.
     is_cached = recipe.teacher.placement == "cached"
     per_update = recipe.train.batch_size * world_size() * resolve_accumulation(recipe, world_size())
+    num_updates = DRY_RUN_STEPS + recipe.teacher.prefetch_steps
     # A few documents may fill less than a row.
     is_whole = is_cached or not recipe.data.counts_samples
     # So does the teacher that a stage has trained.
@@ -156,8 +160,8 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
         update={
             "output_dir": str(folder),
             "cache_dir": str(recipe.stages_dir.primary) if is_cached else None,
-            "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * DRY_RUN_STEPS}),
-            "train": recipe.train.model_copy(update={"max_steps": DRY_RUN_STEPS, "log_every": 1}),
+            "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * num_updates}),
+            "train": recipe.train.model_copy(update={"max_steps": num_updates, "log_every": 1}),
             "checkpoint": recipe.checkpoint.model_copy(
                 update={"every_steps": None, "every_minutes": None, "at_end": False}
             ),

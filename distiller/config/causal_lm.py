@@ -167,8 +167,8 @@ class LanguageEvaluation(Section):
 
     batch_tokens: Positive = Field(
         default=8192,
-        description="tokens a batch, padding included; rows of like lengths together; half as many where memory is "
-        "used up, and so on",
+        description="tokens a batch, padding included; rows of like lengths together; halved until it fits the "
+        "GPU's memory",
     )
     max_rows: Positive | None = Field(default=None, description="only the first so many held-out rows; None = all")
     sample_prompts: tuple[str, ...] = Field(

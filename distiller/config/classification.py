@@ -127,7 +127,7 @@ class ClassificationEvaluation(Section):
 
     num_samples: Positive | None = Field(default=None, description="only so many of the held-out pictures")
     batch_size: Positive = Field(
-        default=64, description="pictures a forward pass; half as many where memory is used up, and so on"
+        default=64, description="pictures a forward pass; halved until it fits the GPU's memory"
     )
     min_accuracy_ratio: PositiveFloat | None = Field(
         default=None, description="quality gate: the student's accuracy over the teacher's; exit 3 below it"

@@ -198,8 +198,8 @@ class DiffusionEvaluation(Section):
     num_samples: Positive = Field(default=100, description="drawings of each of teacher and student")
     batch_size: Positive | None = Field(
         default=None,
-        description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings; half as many where "
-        "memory is used up, and so on",
+        description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings; halved until it fits "
+        "the GPU's memory",
     )
     sample_prompts: tuple[str, ...] = Field(
         default=(),

@@ -49,5 +49,6 @@ def batches_of(loader: DataLoader[Any]) -> Iterator[Any]:
         if not str(error).startswith("DataLoader worker"):
             raise
         raise RunError(
-            f"{str(error).splitlines()[0]} (a data file that shrank, or too little memory, does that)"
+            f"{str(error).splitlines()[0]} (a data file that shrank, or too little memory, does that; in a container "
+            "also a small /dev/shm: give it --shm-size, or set train.num_workers to 0)"
         ) from error

@@ -264,6 +264,8 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
                 lambda tokens: compare(teacher_model, students, rows, indices, tokens, self._source.pad_id),
                 evaluation.batch_tokens,
                 "evaluation.batch_tokens",
+                # A longer row is a batch of its own.
+                smallest=max(rows.lengths[index] for index in indices),
             )
         student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
         return report | {

@@ -59,7 +59,8 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
         mode = "none"
     if options.compile == "auto" and mode != "none" and ranks.is_main:
         print(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
-    gpu_bytes = {name: needs[name].gpu for name in by_speed(budget) if name in needs}
+    affordable = [name for name in by_speed(budget) if name in needs and needs[name].host <= budget.host]
+    gpu_bytes = {name: needs[name].gpu for name in affordable}
     return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes)
 
 

@@ -29,8 +29,9 @@ class AttentionNotice:
 
     The update is the second of the session, when everything has been compiled, unless the recipe has it profiled. It is
     profiled on rank 0's host alone, where it takes a little longer. Not seen are: passes in other threads (a `streamed`
-    or `disk` teacher with several micro-batches), a teacher on another rank, attention that a model writes out itself,
-    and, in compiled blocks, `math`, which the compiler takes apart. Does not communicate.
+    or `disk` teacher with several micro-batches, a `cpu` or `disk` teacher that is asked ahead), a teacher on another
+    rank, attention that a model writes out itself, and, in compiled blocks, `math`, which the compiler takes apart.
+    Does not communicate.
     """
 
     def __init__(self, profiled: tuple[int, int] | None, ranks: Ranks, first_step: int) -> None:

@@ -34,5 +34,5 @@ class DataWaitNotice:
         more = "more" if self._num_workers else "some"
         print_to_stderr(
             f"note: updates wait for data {share:.0%} of their time; {more} loader processes may hide that "
-            f"(train.num_workers: there are {self._num_workers}, and this rank has {self._cores} CPU cores)"
+            f"(train.num_workers: this rank has {self._num_workers} of them, and {self._cores} CPU cores)"
         )

@@ -17,7 +17,7 @@ from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.resuming import latest_step
 from distiller.checkpoint.schedule import is_due, is_time
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals, signal_name
-from distiller.errors import AgreedError, CheckpointError, StoppedError
+from distiller.errors import AgreedError, CheckpointError, RunError, StoppedError
 from distiller.tasks.base import LossSum
 from distiller.teachers.base import Outputs
 from distiller.training.buffer_rollback import BufferRollback
@@ -39,12 +39,27 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
 
     Raises StoppedError when a signal asks, and RunError where a GPU's memory is used up.
     """
-    with closing(Observers.of(run)) as observers, closing(TeacherQueue(run, observers.timer)) as queue:
+    with closing(Observers.of(run)) as observers:
+        queue = TeacherQueue(run, observers.timer)
         try:
-            return _train(run, stops, queue, observers)
-        except torch.OutOfMemoryError as error:
-            place = f"update {observers.allocations.step}, {observers.timer.current_part}"
-            raise explain(error, run, place, queue.num_bytes) from error
+            outcome = _train(run, stops, queue, observers)
+        except Exception as error:
+            # Not `close`: where another rank is gone, the teacher may wait for it.
+            queue.abandon()
+            # A rank that answers for all tells the others of its failure, and keeps the reason as the cause.
+            reason = error.__cause__ if isinstance(error, AgreedError) else error
+            if not isinstance(reason, torch.OutOfMemoryError):
+                raise
+            place = f"update {observers.allocations.step}"
+            if observers.timer.current_part is not None:
+                place += f", {observers.timer.current_part}"
+            kind = AgreedError if isinstance(error, AgreedError) else RunError
+            raise kind(explain(str(reason), run, place, queue.num_bytes)) from error
+        except StoppedError:
+            queue.close()
+            raise
+        queue.close()
+        return outcome
 
 
 def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observers) -> Outcome:
@@ -74,7 +89,8 @@ def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observe
         targets = queue.answers()
         if step == run.first_step:
             _check_finite(run, targets)
-            _build_ddp_buckets(run, batches[0], targets[0])
+            with timer.waiting_for("student"):
+                _build_ddp_buckets(run, batches[0], targets[0])
 
         set_learning_rate(run.optimizer, rate := learning_rate(recipe.optim, step, run.last_step))
         with timer.part("student"):

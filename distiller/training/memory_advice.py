@@ -19,7 +19,7 @@ class PlannedMemory:
 
     Attributes:
         student: its weights, gradients, moments and average; what the engine shards or offloads is not in it.
-        teacher: placement -> bytes, of those that may run here, fastest first.
+        teacher: placement -> bytes, of those that may run here and whose host memory suffices, fastest first.
     """
 
     student: int = 0
@@ -32,6 +32,7 @@ class Shortage:
     """What torch's allocator says of a request that failed, in bytes; None where its message does not say it.
 
     Attributes:
+        gpu: its number; no bytes.
         asked: of the request.
         capacity: of the GPU.
         free: of the GPU, for any process.
@@ -39,6 +40,7 @@ class Shortage:
         cached: in blocks that this process holds and that no tensor uses.
     """
 
+    gpu: int | None
     asked: int | None
     capacity: int | None
     free: int | None
@@ -48,7 +50,9 @@ class Shortage:
     @classmethod
     def of(cls, message: str) -> Shortage:
         """Reads the message of a `torch.OutOfMemoryError`, which carries its numbers nowhere else."""
+        gpu = re.search(r"GPU (\d+) has", message)
         return cls(
+            gpu=None if gpu is None else int(gpu[1]),
             asked=_size(rf"Tried to allocate {_SIZE}", message),
             capacity=_size(rf"total capacity of {_SIZE}", message),
             free=_size(rf"of which {_SIZE} is free", message),
@@ -79,9 +83,13 @@ class Situation:
 
     Attributes:
         placement: of the teacher; None where there is none in the loop.
-        teacher: bytes of its weights on this GPU.
+        teacher: bytes of its weights on this GPU, as its placement holds them.
+        head: bytes of the teacher's layers that every rank holds, whatever the placement.
+        prefetch_steps: of the recipe.
         prefetched: bytes of updates that the teacher has answered ahead.
-        offloading: the launch file that would keep the student's state elsewhere; None where it is there already.
+        offloading: (the launch file that keeps the student's state elsewhere, bytes that it would free); None where
+            it is there already.
+        may_expand: whether the allocator may use expandable segments, and does not.
         batch_size, samples_per_update: of the run.
         accumulation_steps: None where the recipe gives no `train.gradient_accumulation_steps`.
         recomputes: whether activations are recomputed in the backward pass.
@@ -90,9 +98,12 @@ class Situation:
 
     placement: str | None
     teacher: int
+    head: int
+    prefetch_steps: int
     prefetched: int
     planned: PlannedMemory
-    offloading: str | None
+    offloading: tuple[str, int] | None
+    may_expand: bool
     batch_size: int
     samples_per_update: int
     accumulation_steps: int | None
@@ -101,16 +112,17 @@ class Situation:
 
     def activations(self, shortage: Shortage) -> int:
         """Bytes that neither the teacher's weights nor the student's state take."""
-        return max((shortage.allocated or 0) - self.teacher - self.planned.student, 0)
+        return max((shortage.allocated or 0) - self.teacher - self.head - self.planned.student, 0)
 
 
 def owners(situation: Situation, shortage: Shortage) -> str:
     """Who holds what, in words; empty where torch's message does not say it."""
     if shortage.allocated is None:
         return ""
-    student = min(situation.planned.student, max(shortage.allocated - situation.teacher, 0))
+    teacher = situation.teacher + situation.head
+    student = min(situation.planned.student, max(shortage.allocated - teacher, 0))
     return (
-        f"teacher {_gib(situation.teacher)}, student's weights and optimizer {_gib(student)}, activations and the rest "
+        f"teacher {_gib(teacher)}, student's weights and optimizer {_gib(student)}, activations and the rest "
         f"{_gib(situation.activations(shortage))}"
     )
 
@@ -122,9 +134,9 @@ def remedies(situation: Situation, shortage: Shortage) -> list[str]:
     estimated, so those settings are always listed.
     """
     found = []
-    if shortage.is_fragmented:
+    if shortage.is_fragmented and situation.may_expand:
         found.append("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True (unused memory lies in pieces)")
-    if situation.prefetched:
+    if situation.prefetch_steps:
         found.append(f"teacher.prefetch_steps=0 ({_gib(situation.prefetched)}, and the teacher's activations)")
     activations = situation.activations(shortage)
     if (size := _largest_divisor(situation.batch_size)) is not None:
@@ -143,8 +155,9 @@ def remedies(situation: Situation, shortage: Shortage) -> list[str]:
         found.append(f"teacher.quantization=int8 (about {_gib(situation.teacher / 2)})")
     if not situation.recomputes:
         found.append("train.gradient_checkpointing=true (most of the student's activations)")
-    if situation.offloading is not None and situation.planned.student >= shortage.missing:
-        found.append(f"the launch file {situation.offloading} (about {_gib(situation.planned.student)})")
+    if situation.offloading is not None and situation.offloading[1] >= shortage.missing:
+        name, freed = situation.offloading
+        found.append(f"the launch file {name} (about {_gib(freed)})")
     return found
 
 

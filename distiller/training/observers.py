@@ -47,6 +47,7 @@ class Observers:
         self.allocations.end(step)
 
     def close(self) -> None:
-        """Ends the profiles of an update that failed; torch complains where they go on to the process's end."""
+        """Ends recordings, and the profiles of an update that failed, of which torch complains at the process's end."""
         self.profiler.close()
         self.attention.close()
+        self.allocations.close()

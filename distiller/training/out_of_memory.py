@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import final
 
 import torch
 
 from distiller.config.placements import PLACEMENTS
-from distiller.errors import RunError
 from distiller.training.memory_advice import Shortage, Situation, owners, remedies
 from distiller.training.profiling import FOLDER
 from distiller.training.run import Run
+from distiller.training.student_memory import WEIGHTS
 
 MAX_EVENTS = 100_000
 """Allocations and frees that a snapshot holds, the newest ones."""
@@ -30,65 +31,93 @@ class AllocationRecorder:
     def __init__(self, run: Run) -> None:
         self._on_gpu, self._goes_on = run.accelerator.device.type == "cuda", run.recipe.profile.memory
         self._first, self._last = run.first_step, run.first_step + RECORDED_UPDATES - 1
-        self.step = run.first_step
+        self.step, self._is_on = run.first_step, False
 
     def begin(self, step: int) -> None:
         """Before update `step`."""
         self.step = step
         if self._on_gpu and step == self._first:
             torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
+            self._is_on = True
 
     def end(self, step: int) -> None:
         """After update `step`."""
-        if self._on_gpu and step == self._last and not self._goes_on:
+        if step == self._last and not self._goes_on:
+            self.close()
+
+    def close(self) -> None:
+        """Ends the recording; what was allocated until then keeps its place in a snapshot."""
+        if self._is_on:
             torch.cuda.memory._record_memory_history(enabled=None)
+            self._is_on = False
 
 
-def explain(error: torch.OutOfMemoryError, run: Run, place: str, prefetched_bytes: int) -> RunError:
-    """The error as one line, with advice; writes `profile/out-of-memory-rank-R.pickle`. Does not communicate.
+def explain(message: str, run: Run, place: str, prefetched_bytes: int) -> str:
+    """torch's message as one line with advice; writes `profile/out-of-memory-rank-R.pickle`. Does not communicate.
 
     Args:
+        message: of a `torch.OutOfMemoryError`.
         place: in words, where the loop was.
         prefetched_bytes: of updates that the teacher has answered ahead.
     """
-    shortage, situation = Shortage.of(str(error)), situation_of(run, prefetched_bytes)
+    shortage, situation = Shortage.of(message), situation_of(run, prefetched_bytes)
+    own = run.accelerator.device.index
+    is_own = None in (shortage.gpu, own) or shortage.gpu == own
     text = f"out of GPU memory in {place}"
     if shortage.asked is not None and shortage.capacity is not None:
         free = (shortage.free or 0) / 2**20
         text += (
             f": {shortage.asked / 2**20:.0f} MiB more were asked for and {free:.0f} MiB are free of "
-            f"{shortage.capacity / 2**30:.1f} GiB"
+            f"{shortage.capacity / 2**30:.1f} GiB on GPU {shortage.gpu}"
         )
-    if held := owners(situation, shortage):
-        text += f" ({held})"
-    text += f"; what frees memory, cheapest first: {'; '.join(remedies(situation, shortage))}"
+    if not is_own:
+        text += (
+            ", where another rank trains and a part of the teacher is; try smaller micro-batches, or a placement that "
+            "does not spread the teacher"
+        )
+    else:
+        held = owners(situation, shortage)
+        found = remedies(situation, shortage) or ["no setting of the recipe; a smaller student, or more memory"]
+        text += f"{f' ({held})' if held else ''}; what frees memory, cheapest first: {'; '.join(found)}"
     if (file := _write_snapshot(run)) is not None:
         text += f". Allocations: {file}"
-    return RunError(text)
+    return text
 
 
 def situation_of(run: Run, prefetched_bytes: int) -> Situation:
     """What the run holds on this rank's GPU."""
-    recipe, options = run.recipe, run.recipe.teacher
-    is_quantizable = options.quantization == "none" and run.placement in PLACEMENTS
+    recipe, options, spec = run.recipe, run.recipe.teacher, PLACEMENTS.get(run.placement)
+    # Ranks read each other's GPUs under a device map, and where they share transfers; segments cannot be expanded then.
+    shares_memory = spec is not None and (spec.uses_device_map or spec.name == "streamed")
+    shares_memory = shares_memory and run.ranks.local_world_size > 1
+    allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return Situation(
         placement=None if run.teacher is None else run.placement,
-        teacher=0 if run.teacher is None else run.teacher.memory().gpu_bytes + run.replicated_head_bytes,
+        teacher=0 if run.teacher is None else run.teacher.memory().gpu_bytes,
+        head=run.replicated_head_bytes,
+        prefetch_steps=options.prefetch_steps,
         prefetched=prefetched_bytes,
         planned=run.planned_memory,
-        offloading=_offloading(run.engine),
+        offloading=_offloading(run),
+        may_expand=not shares_memory and "expandable_segments" not in allocator,
         batch_size=recipe.train.batch_size,
         samples_per_update=run.plan.samples_per_update,
         accumulation_steps=recipe.train.gradient_accumulation_steps,
         recomputes=recipe.train.gradient_checkpointing,
-        can_quantize=is_quantizable and not PLACEMENTS[run.placement].why_not_quantized,
+        can_quantize=options.quantization == "none" and spec is not None and not spec.why_not_quantized,
     )
 
 
-def _offloading(engine: str) -> str | None:
-    if engine.endswith("-offload"):
+def _offloading(run: Run) -> tuple[str, int] | None:
+    state = run.planned_memory.student
+    if run.engine.endswith("-offload"):
         return None
-    return f"{engine}_offload.yaml" if engine.startswith("fsdp") else "zero2_offload.yaml"
+    if run.engine.startswith("fsdp"):
+        return f"{run.engine}_offload.yaml", state
+    if run.engine == "deepspeed-zero3":
+        return "zero3_offload.yaml", state
+    # Gradients and moments leave the GPU; float32 weights stay.
+    return "zero2_offload.yaml", state - WEIGHTS * run.student_parameters
 
 
 def _write_snapshot(run: Run) -> Path | None:

@@ -55,6 +55,8 @@ class Run:
     """When this session began, by `time.perf_counter`."""
     replicated_head_bytes: int = 0
     """Of the teacher, on every rank's device whatever the placement; see `ReplicatesHead`."""
+    compiles_blocks: bool = False
+    """Whether the teacher's or the student's blocks are compiled."""
     planned_memory: PlannedMemory = field(default_factory=PlannedMemory)
 
     @property

@@ -58,8 +58,10 @@ class TeacherQueue:
 
     Whoever communicates does so in one order on all ranks, since one thread starts all of it: the question for update
     i + k, then the student's passes of update i. A placement whose host waits while it answers (`cpu`, `disk`) is asked
-    by a second thread; such placements exchange nothing between ranks once they have answered for the first time, which
-    the first thread has them do.
+    by a second thread, once the student has been trained for the first time. Such placements exchange nothing between
+    ranks after their first answer. And by then all blocks are compiled: while one thread compiles, transformers makes
+    masks otherwise in all threads (`torch.compiler.is_compiling` is one for the process), and with them other kernels
+    run. Where sizes vary, compilation may go on at any time, so no thread is started then.
     """
 
     def __init__(self, run: Run, timer: StepTimer) -> None:
@@ -67,13 +69,15 @@ class TeacherQueue:
         self._run, self._timer, self._device = run, timer, run.accelerator.device
         self._loader = batches_of(run.loader)
         self._num_left = run.last_step - run.first_step + 1
-        self._depth = 0 if run.teacher is None else run.recipe.teacher.prefetch_steps
+        self._depth = run.recipe.teacher.prefetch_steps
         self._stream = None
         if self._depth and self._device.type == "cuda":
             self._stream = torch.cuda.Stream(self._device, priority=-1)
         spec = PLACEMENTS.get(run.placement)
-        self._uses_thread = bool(self._depth) and spec is not None and spec.prefetches_in_thread
+        may_compile = run.compiles_blocks and run.task.network.sizes_vary
+        self._uses_thread = bool(self._depth) and spec is not None and spec.prefetches_in_thread and not may_compile
         self._thread: ThreadPoolExecutor | None = None
+        self._num_returned = 0
         self._updates: deque[Update] = deque()
 
     def load(self) -> Update:
@@ -94,7 +98,9 @@ class TeacherQueue:
             if update.answers is None:
                 self._ask(update)
         update = self._updates.popleft()
-        answers = update.answers.result() if isinstance(update.answers, Future) else update.answers
+        self._num_returned += 1
+        with self._timer.waiting_for("teacher"):
+            answers = update.answers.result() if isinstance(update.answers, Future) else update.answers
         assert answers is not None
         if update.ready is not None:
             students = torch.cuda.current_stream(self._device)
@@ -110,35 +116,42 @@ class TeacherQueue:
 
     def close(self) -> None:
         """Waits for what the teacher computes, whose answers are dropped."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self.abandon(waits=True)
         self._updates.clear()
         if self._stream is not None:
             self._stream.synchronize()
 
-    def _ask(self, update: Update) -> None:
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        if self._thread is None:
-            with self._on_stream(), self._timer.part("teacher"):
-                update.answers = self._predict(update)
-            # Its first answer is the loop's first, on every rank.
-            if self._uses_thread:
-                self._thread = ThreadPoolExecutor(1, "teacher")
-        else:
-            update.answers = self._thread.submit(self._predict_in_thread, update)
+    def abandon(self, waits: bool = False) -> None:
+        """Asks nothing more; without waiting, since another rank may be gone for which an answer waits."""
+        if self._thread is not None:
+            self._thread.shutdown(waits, cancel_futures=True)
 
-    def _predict_in_thread(self, update: Update) -> Targets:
+    def _ask(self, update: Update) -> None:
+        given = None
+        if self._stream is not None:
+            given = torch.cuda.Event()
+            given.record(torch.cuda.current_stream(self._device))
+        if self._uses_thread and self._num_returned:
+            self._thread = self._thread or ThreadPoolExecutor(1, "teacher")
+            update.answers = self._thread.submit(self._predict_in_thread, update, given)
+            return
+        with self._on_stream(), self._timer.part("teacher"):
+            update.answers = self._predict(update, given)
+
+    def _predict_in_thread(self, update: Update, given: torch.cuda.Event | None) -> Targets:
         if self._stream is not None:
             torch.cuda.set_device(self._stream.device)
         with self._on_stream(), self._timer.measured("teacher"):
-            return self._predict(update)
+            return self._predict(update, given)
 
-    def _predict(self, update: Update) -> Targets:
-        """Called on the teacher's stream."""
+    def _predict(self, update: Update, given: torch.cuda.Event | None) -> Targets:
+        """On the teacher's stream, which waits for what the student's was given until the update was asked for."""
         run = self._run
         if run.teacher is None:
             return [None] * len(update.micro_batches)
+        if self._stream is not None and given is not None:
+            # Not when the thread is given the update: the answer before it, under way then, must not wait.
+            self._stream.wait_event(given)
         requests = [micro_batch.request(run.task) for micro_batch in update.micro_batches]
         answers = run.teacher.predict(requests)
         if self._depth:

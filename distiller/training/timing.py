@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import final
@@ -22,13 +22,13 @@ class StepTimer:
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
-        self._host_s: dict[str, float] = defaultdict(float)
-        # Another thread may append.
+        # Another thread may append to both.
+        self._host_s: deque[tuple[str, float]] = deque()
         self._events: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
         self._steps, self._started = 0, time.perf_counter()
         self._windows: list[tuple[int, float]] = []
-        self.current_part = PARTS[0]
-        """The one that was begun last."""
+        self.current_part: str | None = None
+        """The one that goes on, or that an exception has ended."""
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
@@ -36,12 +36,20 @@ class StepTimer:
         self.current_part = name
         with self.measured(name):
             yield
+        self.current_part = None
 
     @contextmanager
     def measured(self, name: str) -> Iterator[None]:
         """As `part`, in another thread than the loop's."""
         with torch.profiler.record_function(name):
             yield from self._measured(name)
+
+    @contextmanager
+    def waiting_for(self, name: str) -> Iterator[None]:
+        """Names a part while the host waits for it, and measures nothing."""
+        self.current_part = name
+        yield
+        self.current_part = None
 
     def _measured(self, name: str) -> Iterator[None]:
         if self._on_gpu and name != "data":
@@ -53,7 +61,7 @@ class StepTimer:
         else:
             started = time.perf_counter()
             yield
-            self._host_s[name] += time.perf_counter() - started
+            self._host_s.append((name, time.perf_counter() - started))
 
     def end_step(self) -> None:
         """Counts a step."""
@@ -69,7 +77,9 @@ class StepTimer:
         # teacher that is asked ahead may need longer, and counts in the next window.
         for end in [end for name, _, end in recorded if name != "teacher"][-1:]:
             end.synchronize()
-        totals = {name: 1e3 * self._host_s[name] for name in PARTS}
+        totals: dict[str, float] = dict.fromkeys(PARTS, 0.0)
+        for name, seconds in [self._host_s.popleft() for _ in range(len(self._host_s))]:
+            totals[name] += 1e3 * seconds
         for name, begin, end in recorded:
             if end.query():
                 totals[name] += begin.elapsed_time(end)
@@ -78,9 +88,7 @@ class StepTimer:
         steps, elapsed_s = max(self._steps, 1), time.perf_counter() - self._started
         if counts:
             self._windows.append((steps, elapsed_s))
-        report = {"step": 1e3 * elapsed_s / steps, **{name: total / steps for name, total in totals.items()}}
-        self._host_s.clear()
-        return report
+        return {"step": 1e3 * elapsed_s / steps, **{name: total / steps for name, total in totals.items()}}
 
     def restart(self) -> None:
         """Begins a new window; the time since `read` (logging, a checkpoint) is not counted."""

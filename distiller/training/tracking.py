@@ -114,6 +114,12 @@ def _peak_of(name: str) -> float | None:
     return next((value for marks, value in PEAK_FLOPS if words >= set(marks.split())), None)
 
 
+def metrics_of(run_dir: Path, step: int) -> dict[str, Any]:
+    """The line of a step that was logged, of a run's metrics.jsonl."""
+    lines = (run_dir / METRICS_FILE).read_text(encoding="utf-8").splitlines()
+    return next(line for line in map(json.loads, lines) if line["step"] == step)
+
+
 def last_metrics(run_dir: Path) -> dict[str, Any]:
     """The newest line of a run's metrics.jsonl; empty where the file is gone or has none."""
     try:

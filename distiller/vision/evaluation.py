@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from distiller.data.loader_processes import choose_num_workers, open_loader
+from distiller.data.loading import check_loader_sockets
 from distiller.distributed.ranks import Ranks
 from distiller.teachers.base import Request, Teacher
 from distiller.vision.network import LOGITS
@@ -21,13 +23,20 @@ MIN_TIMED_S = 0.5
 """Seconds that the timed passes take together, at least."""
 
 
-def open_held_out(
-    data: PictureData, count: int, batch_size: int, num_workers: int | Literal["auto"], ranks: Ranks
-) -> DataLoader[Any]:
-    """Loads the first `count` pictures, of which there is at least one; `num_workers` is the recipe's."""
+def open_held_out(data: PictureData, count: int, batch_size: int, num_workers: int, ranks: Ranks) -> DataLoader[Any]:
+    """Loads the first `count` pictures, of which there is at least one, in so many processes."""
     keys = [[(0, i) for i in range(first, min(first + batch_size, count))] for first in range(0, count, batch_size)]
-    num_workers = choose_num_workers(num_workers, lambda: collate([data[key] for key in keys[0]]), ranks)
     return open_loader(data, keys, collate, num_workers, 1, ranks)
+
+
+def processes_for(data: PictureData, batch_size: int, given: int | Literal["auto"], ranks: Ranks) -> int:
+    """How many processes load batches of pictures; `given` is the recipe's number. Raises UserError."""
+    check_loader_sockets(given)
+
+    def read(first: int) -> PictureBatch:
+        return collate([data[0, i % len(data)] for i in range(first, first + batch_size)])
+
+    return choose_num_workers(given, [partial(read, first) for first in (0, batch_size)], ranks)
 
 
 def compare(

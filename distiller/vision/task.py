@@ -26,7 +26,7 @@ from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 from distiller.vision.converted import converted_files
-from distiller.vision.evaluation import ask_teacher, compare, open_held_out
+from distiller.vision.evaluation import ask_teacher, compare, open_held_out, processes_for
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.network import LOGITS, ClassifierNetwork
 from distiller.vision.objective import Compared, Objective
@@ -220,7 +220,8 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
         student = load_student(run_dir, self._plan, device)
         teacher = open_alone(self.network, self._recipe, dtype, device)
         count = min(options.num_samples or len(held_out), len(held_out))
-        ranks, num_workers = Ranks.join(device), self._recipe.train.num_workers
+        ranks = Ranks.join(device)
+        num_workers = processes_for(held_out, options.batch_size, self._recipe.train.num_workers, ranks)
 
         def compare_with(batch_size: int) -> dict[str, Any]:
             batches = batches_of(open_held_out(held_out, count, batch_size, num_workers, ranks))

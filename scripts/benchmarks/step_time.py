@@ -67,15 +67,16 @@ def hold_all_but(free_gib: float) -> list[torch.Tensor]:
     return held
 
 
-def measure(folder: Path, name: str, side: int, batch_size: int, options: list[str]) -> dict[str, Any]:
-    """Runs a few steps through a launch file and returns the last logged metrics and the summary."""
+def measure(folder: Path, name: str, side: int, batch_size: int, step: int, options: list[str]) -> dict[str, Any]:
+    """Runs a few steps through a launch file and returns the metrics of a logged step and the summary."""
     output_dir = folder / f"run-{name}-{len(list(folder.glob('run-*')))}"
     command = [sys.executable, "-m", "accelerate.commands.launch"]
     command += ["--config_file", str(ROOT / "accelerate_configs" / f"{name}.yaml"), "-m", "distiller", "train"]
     command += [str(folder / "recipe.yaml"), f"output_dir={output_dir}", f"train.batch_size={batch_size}"]
     subprocess.run([*command, f"task.height={side}", f"task.width={side}", *options], cwd=ROOT, check=True)
     summary = json.loads((output_dir / "summary.json").read_text())
-    return json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1]) | summary
+    lines = [json.loads(line) for line in (output_dir / "metrics.jsonl").read_text().splitlines()]
+    return next(line for line in lines if line["step"] == step) | summary
 
 
 def main() -> None:
@@ -122,9 +123,11 @@ def main() -> None:
             if time.perf_counter() - began > 60 * options.minutes:
                 break
             extra = [f"teacher.placement={placement}", f"train.gradient_checkpointing={checkpointing}"]
-            extra.append(f"teacher.prefetch_steps={ahead}")
+            # The last updates ask for nothing any more, and do not belong to what is measured.
+            extra += [f"teacher.prefetch_steps={ahead}", f"train.max_steps={options.steps + ahead}"]
+            given = [*extra, *options.option]
             try:
-                metrics = measure(folder, name, options.side, options.batch_size, [*extra, *options.option])
+                metrics = measure(folder, name, options.side, options.batch_size, options.steps, given)
             except subprocess.CalledProcessError:
                 print(f"{name}, {placement}: failed, see above", file=sys.stderr)
                 continue

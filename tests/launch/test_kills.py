@@ -27,7 +27,7 @@ KILLS = int(os.environ.get("DISTILLER_KILLS", "3"))
 # A run goes on for some steps before it is seen and hit.
 STEPS = 20 * KILLS
 ASKED_AHEAD = "teacher.prefetch_steps=2"
-"""The unbroken run asks its teacher for one update at a time; in the others answers are in flight when they die."""
+"""The unbroken run asks its teacher for one update at a time; those that are killed have asked ahead."""
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)

@@ -26,7 +26,7 @@ def test_long_waits_are_said_once(capsys):
         notice.check({"step": 100.0, "data": 12.0})
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("note: updates wait for data 12% of their time; some loader processes may hide that")
-    assert "train.num_workers: there are 0" in line
+    assert "train.num_workers: this rank has 0 of them" in line
 
 
 @pytest.mark.parametrize(("rank", "lines"), [(0, 1), (1, 0)])
@@ -34,7 +34,7 @@ def test_rank_0_says_it(capsys, rank, lines):
     DataWaitNotice(2, replace(RANKS, rank=rank)).check({"step": 1.0, "data": 0.9})
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
-    assert all("more loader processes" in line and "train.num_workers: there are 2" in line for line in said)
+    assert all("more loader processes" in line and "this rank has 2 of them" in line for line in said)
 
 
 @pytest.mark.parametrize(("num_workers", "num_ranks"), [(3, 1), (0, 4), (1, 2)])

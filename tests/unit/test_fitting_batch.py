@@ -38,12 +38,18 @@ def test_the_batch_is_halved_until_it_fits(capsys):
     ]
 
 
-def test_nothing_is_repeated_for_other_reasons():
+def test_nothing_is_repeated_for_other_reasons(capsys):
     def never_fits(size: int) -> None:
         raise out_of_memory()
 
-    with pytest.raises(RunError, match=r"evaluation\.batch_size of 1 is too much for the memory"):
+    with pytest.raises(
+        RunError, match=r"used up with evaluation\.batch_size=1, below which .* Tried to allocate 2\.00"
+    ):
         with_fitting_batch(never_fits, 2, "evaluation.batch_size")
+    capsys.readouterr()
+    with pytest.raises(RunError, match=r"used up with evaluation\.batch_tokens=60,"):
+        with_fitting_batch(never_fits, 200, "evaluation.batch_tokens", smallest=60)
+    assert [line.rpartition("=")[2] for line in capsys.readouterr().err.splitlines()] == ["100", "60"]
     tried = []
 
     def broken(size: int) -> None:

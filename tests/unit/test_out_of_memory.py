@@ -1,5 +1,6 @@
 """A GPU whose memory is used up: what the error says of it, and what it advises."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -20,9 +21,12 @@ MESSAGE = (
 SITUATION = Situation(
     placement="replicated",
     teacher=10 * GIB,
+    head=0,
+    prefetch_steps=0,
     prefetched=0,
     planned=PlannedMemory(4 * GIB, {"replicated": 10 * GIB, "sharded": 9 * GIB, "streamed": GIB, "cpu": 0}),
-    offloading="zero2_offload.yaml",
+    offloading=("zero2_offload.yaml", 3 * GIB),
+    may_expand=True,
     batch_size=4,
     samples_per_update=8,
     accumulation_steps=None,
@@ -33,13 +37,13 @@ SITUATION = Situation(
 
 def test_what_the_allocator_says_is_read():
     shortage = Shortage.of(MESSAGE)
-    assert shortage == Shortage(2 * GIB, 24 * GIB, GIB // 2, 22 * GIB, 3 * GIB // 4)
+    assert shortage == Shortage(0, 2 * GIB, 24 * GIB, GIB // 2, 22 * GIB, 3 * GIB // 4)
     assert shortage.missing == 1.5 * GIB
     assert not shortage.is_fragmented
     assert Shortage.of(
         "CUDA out of memory. Tried to allocate 600.00 MiB. 0.70 GiB is reserved by PyTorch but unallocated"
     ).is_fragmented
-    assert Shortage.of("out of memory") == Shortage(None, None, None, None, None)
+    assert Shortage.of("out of memory") == Shortage(None, None, None, None, None, None)
     assert owners(SITUATION, shortage) == (
         "teacher 10.00 GiB, student's weights and optimizer 4.00 GiB, activations and the rest 8.00 GiB"
     )
@@ -55,11 +59,18 @@ def test_settings_that_free_what_is_missing_are_named():
         "teacher.placement=cpu (10.00 GiB)",
         "teacher.quantization=int8 (about 5.00 GiB)",
         "train.gradient_checkpointing=true (most of the student's activations)",
-        "the launch file zero2_offload.yaml (about 4.00 GiB)",
+        "the launch file zero2_offload.yaml (about 3.00 GiB)",
     ]
     split = replace(SITUATION, batch_size=9, accumulation_steps=2)
     assert remedies(split, shortage)[0] == "train.batch_size=3 train.gradient_accumulation_steps=6 (about 5.33 GiB)"
-    ahead = remedies(replace(SITUATION, prefetched=GIB // 2), shortage)
+    # What every rank holds anyway is nobody's to free, and counts among what is held.
+    with_head = replace(SITUATION, teacher=9 * GIB, head=GIB)
+    assert "teacher.placement=streamed (8.00 GiB)" in remedies(with_head, shortage)
+    assert owners(with_head, shortage) == owners(SITUATION, shortage)
+    in_pieces = replace(shortage, cached=3 * GIB)
+    assert remedies(SITUATION, in_pieces)[0].startswith("PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    assert not remedies(replace(SITUATION, may_expand=False), in_pieces)[0].startswith("PYTORCH")
+    ahead = remedies(replace(SITUATION, prefetch_steps=1, prefetched=GIB // 2), shortage)
     assert ahead[0] == "teacher.prefetch_steps=0 (0.50 GiB, and the teacher's activations)"
     nothing_left = replace(
         SITUATION, placement="cpu", teacher=0, batch_size=1, recomputes=True, can_quantize=False, offloading=None
@@ -89,8 +100,8 @@ def test_the_loop_says_where_memory_was_used_up(tmp_path):
         train(build_toy_run(recipe, accumulation_steps=4, teacher=FullGpuTeacher()))
     text = str(caught.value)
     assert text.startswith(
-        "out of GPU memory in update 3, teacher: 2048 MiB more were asked for and 512 MiB are free of 24.0 GiB "
-        "(teacher 0.00 GiB, "
+        "out of GPU memory in update 3, teacher: 2048 MiB more were asked for and 512 MiB are free of 24.0 GiB on "
+        "GPU 0 (teacher 0.00 GiB, "
     )
     assert "train.batch_size=1 train.samples_per_update=8" in text
     with pytest.raises(RunError, match="in update 1, student: 2048 MiB"):
@@ -104,6 +115,9 @@ def test_elsewhere_it_is_one_line_too(capfd):
     assert cli.guarded(command) == 1
     said = capfd.readouterr().err
     assert said.count("\n") == 1
-    assert said.startswith("distiller: out of GPU memory: CUDA out of memory. Tried to allocate 2.00 GiB.")
+    # The command that failed is the test's; of the package it is the frame that called it.
+    assert re.match(
+        r"distiller: out of GPU memory in distiller/cli.py, line [0-9]+: CUDA out of memory. Tried to", said
+    )
     assert "fragmentation" not in said
     assert "evaluation.batch_size" in said

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from distiller import commands
 from distiller.config.loading import parse
-from distiller.errors import RunError, StoppedError, UserError
+from distiller.errors import AgreedError, RunError, StoppedError, UserError
 from distiller.training.loop import train
 from tests import toys
 from tests.toy_task import LinearTeacher, TokenTask, build_toy_run, toy_recipe
@@ -82,34 +83,47 @@ def test_metrics_say_what_is_held(tmp_path):
     assert {line["memory/prefetched_gib"] for line in toys.read_metrics(tmp_path / "alone")} == {None}
 
 
-def test_a_teacher_on_the_host_is_asked_in_a_thread_after_its_first_answer(tmp_path):
-    assert logged(tmp_path, 1, "cpu").threads == ["MainThread", "teacher", "teacher", "teacher"]
+def test_a_teacher_on_the_host_is_asked_in_a_thread_once_the_student_was_trained(tmp_path):
+    assert logged(tmp_path, 1, "cpu").threads == ["MainThread", "MainThread", "teacher", "teacher"]
     assert set(logged(tmp_path, 0, "cpu").threads) == {"MainThread"}
 
 
 @pytest.mark.timeout(60)
 def test_both_compute_at_the_same_time(tmp_path):
-    """The teacher's second answer waits for the student's first pass, and the student's second for the third."""
+    """The third answer waits for the student's second pass, which waits until that answer is under way."""
     trained, answering = threading.Event(), threading.Event()
 
     class WaitingTeacher(LinearTeacher):
         def predict(self, requests):
-            if self.num_calls == 1:
-                assert trained.wait(30)
             if self.num_calls == 2:
                 answering.set()
+                assert trained.wait(30)
             return super().predict(requests)
 
     class WaitingTask(TokenTask):
+        num_passes = 0
+
         def loss(self, student_outputs, teacher_outputs, batch):
-            if trained.is_set():
+            self.num_passes += 1
+            if self.num_passes == 2:
                 assert answering.wait(30)
-            trained.set()
+                trained.set()
             return super().loss(student_outputs, teacher_outputs, batch)
 
     run = build_toy_run(recipe_ahead(tmp_path, 1), task=WaitingTask(), teacher=WaitingTeacher())
     run.placement = "disk"
     train(run)
+
+
+@pytest.mark.parametrize(("sizes_vary", "others"), [(True, "MainThread"), (False, "teacher")])
+def test_no_thread_answers_where_blocks_may_be_compiled_meanwhile(tmp_path, sizes_vary, others):
+    log = Log()
+    task, teacher = LoggedTask(log), LoggedTeacher(log)
+    cast(Any, task).network = SimpleNamespace(sizes_vary=sizes_vary)
+    run = build_toy_run(recipe_ahead(tmp_path, 1), task=task, teacher=teacher)
+    run.placement, run.compiles_blocks = "cpu", True
+    train(run)
+    assert teacher.threads == ["MainThread", "MainThread", others, others]
 
 
 @pytest.mark.parametrize("placement", ["replicated", "cpu"])
@@ -126,7 +140,10 @@ def test_a_failure_of_the_teacher_ends_the_run_at_its_update(tmp_path, placement
         train(run)
     # A thread's failure is that of the update which needs the answer.
     assert len(toys.read_metrics(tmp_path)) == (3 if placement == "cpu" else 2)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("teacher")]
+    for thread in threading.enumerate():
+        if thread.name.startswith("teacher"):
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("placement", ["replicated", "cpu"])
@@ -188,5 +205,18 @@ def test_memory_that_runs_out_says_that_the_teacher_is_asked_ahead(tmp_path):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
             return super().predict(requests)
 
+    run = build_toy_run(recipe_ahead(tmp_path, 1), teacher=Full())
     with pytest.raises(RunError, match=r"in update 2, teacher.*first: teacher\.prefetch_steps=0 \(0\.00 GiB, and"):
-        train(build_toy_run(recipe_ahead(tmp_path, 1), teacher=Full()))
+        train(run)
+
+
+def test_a_failure_that_all_ranks_know_keeps_its_reason(tmp_path):
+    """As where one rank computes for all, whose failure the others are told."""
+
+    class Full(LinearTeacher):
+        def predict(self, requests):
+            reason = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+            raise AgreedError("rank 0: OutOfMemoryError: CUDA out of memory.") from reason
+
+    with pytest.raises(AgreedError, match=r"^out of GPU memory in update 1, teacher"):
+        train(build_toy_run(recipe_ahead(tmp_path, 0), teacher=Full()))

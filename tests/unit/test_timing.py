@@ -54,7 +54,7 @@ def test_a_teacher_that_is_asked_ahead_counts_once_it_has_answered(monkeypatch):
         pass
     with timer.measured("teacher"):
         pass
-    assert timer.current_part == "student"
+    assert timer.current_part is None
     timer.end_step()
     first = timer.read()
     assert (first["student"], first["teacher"]) == (1000.0, 0.0)
@@ -65,3 +65,12 @@ def test_a_teacher_that_is_asked_ahead_counts_once_it_has_answered(monkeypatch):
     second = timer.read()
     assert (second["student"], second["teacher"]) == (1000.0, 1000.0)
     assert timer.read()["teacher"] == 0.0
+
+
+def test_the_part_that_failed_is_known():
+    timer = StepTimer(torch.device("cpu"))
+    with timer.part("data"):
+        assert timer.current_part == "data"
+    with pytest.raises(ValueError, match="broken"), timer.part("teacher"):
+        raise ValueError("broken")
+    assert timer.current_part == "teacher"

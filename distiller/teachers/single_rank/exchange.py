@@ -1,7 +1,8 @@
 """Runs the calls of all ranks on one rank, the holder: inputs are sent to it, and outputs sent back.
 
-The default process group sends tensors from device to device: one tensor for each kind of call and each input or
-output, however many calls there are. Names, dtypes and shapes are gathered between hosts, over gloo.
+The default process group, or the one that `Exchange` is given, sends tensors from device to device: one tensor for each
+kind of call and each input or output, however many calls there are. Names, dtypes and shapes are gathered between
+hosts, over gloo.
 """
 
 from __future__ import annotations
