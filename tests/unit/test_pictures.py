@@ -205,3 +205,15 @@ class TestWhichFiles:
         (tmp_path / "1.heic").touch()
         with pytest.raises(UserError, match=r"holds no captioned image.*not read as pictures: 1 \.heic"):
             find_images(tmp_path)
+
+
+def test_an_image_is_cut_at_its_centre(tmp_path):
+    """Scaled by half; of the longer side what lies in the middle stays, in both directions."""
+    wide = np.zeros((16, 64, 3), np.uint8)
+    wide[:, 24:40] = 200
+    for name, picture in (("wide", wide), ("tall", wide.transpose(1, 0, 2))):
+        Image.fromarray(picture).save(tmp_path / f"{name}.png")
+        pixels = (load_image(tmp_path / f"{name}.png", 8, 8) + 1) * 127.5
+        # Resampling blurs the edges.
+        assert pixels[:, 2:6, 2:6].min() > 195
+        assert pixels.mean() > 180

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -95,3 +96,20 @@ def test_a_file_system_without_locks_is_said(tmp_path, monkeypatch, capsys):
     stage.make_once(True, make)
     assert stage.is_complete
     assert "a file system without locks" in capsys.readouterr().out
+
+
+def test_results_of_other_keys_are_whole_and_of_this_stage(tmp_path):
+    def finished(name: str, of: str) -> Path:
+        stage = Stage(name, {"of": of}, tmp_path)
+        stage.partial.mkdir(parents=True)
+        stage.finish()
+        return stage.folder
+
+    stage = Stage("drawn", {"of": "this"}, tmp_path)
+    others = {finished("drawn", "one"), finished("drawn", "two")}
+    finished("drawn", "this")
+    finished("encoded", "one")
+    # One that is complete and not renamed yet.
+    shutil.copytree(next(iter(others)), tmp_path / "drawn-0123456789abcdef.partial")
+    (tmp_path / "drawn-unfinished").mkdir()
+    assert set(stage.results_of_other_keys) == others

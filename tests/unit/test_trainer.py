@@ -20,9 +20,13 @@ from distiller.student_state.plain import PlainState
 from distiller.tasks.base import LossSum
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.loop import train
+from distiller.training.nonfinite_guard import NonFiniteGuard
 from distiller.training.tracking import _peak_of
+from tests.toy_network import setup
 from tests.toy_state import IDENTITY
 from tests.toy_task import DIM, LinearTeacher, Sequences, TokenTask, ToyStudent, build_toy_run, toy_recipe
+
+RANKS = setup().ranks
 
 
 def test_only_logged_steps_are_written_and_the_first_and_last_are(tmp_path):
@@ -291,3 +295,22 @@ def test_bad_updates_that_are_trained_again_are_listed_once(tmp_path):
 )
 def test_a_gpu_s_peak_is_found_by_whole_words(name, peak):
     assert _peak_of(name) == peak
+
+
+@pytest.mark.parametrize(
+    ("precision", "loss", "is_skipped", "was_bad"),
+    [
+        # Overflowing gradients are normal in fp16, where the scaler skips the step and lowers its scale.
+        ("fp16", 1.0, 1.0, 0.0),
+        ("fp16", math.inf, 1.0, 1.0),
+        ("bf16", 1.0, 1.0, 1.0),
+        ("no", 1.0, 1.0, 1.0),
+        ("no", 1.0, 0.0, 0.0),
+    ],
+)
+def test_in_fp16_the_loss_alone_makes_an_update_bad(tmp_path, precision, loss, is_skipped, was_bad):
+    accelerator = cast(Any, SimpleNamespace(mixed_precision=precision, device=torch.device("cpu")))
+    guard = NonFiniteGuard(accelerator, RANKS, tmp_path, max_bad_steps=5)
+    guard.record(1, [3], [torch.tensor(loss), torch.tensor(2.0)], torch.tensor(is_skipped))
+    assert float(guard.was_bad) == was_bad
+    assert float(guard.num_skipped) == is_skipped
