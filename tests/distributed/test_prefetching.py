@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,20 +25,32 @@ DEPTHS = (1, 3, 9)
 """Updates ahead; the runs have five."""
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def runs_of_all_cases(new_folder: Callable[[str], Path], on_gpu: bool) -> Callable[[int, int], dict[str, Any]]:
     """(ranks, updates ahead) -> loss series and students of each case, two micro-batches an update."""
-    weights, known = save_toy(tmp_path_factory.mktemp("toy")), {}
+    weights, known = save_toy(new_folder("toy")), {}
 
     def get(world_size: int, depth: int) -> dict[str, Any]:
         if (world_size, depth) not in known:
-            folder = tmp_path_factory.mktemp(f"ahead-{world_size}-{depth}")
+            folder = new_folder(f"ahead-{world_size}-{depth}")
             cases = list(ALONE if world_size == 1 else TOGETHER)
-            arguments = (weights, folder, cases, 8 // world_size, [2], depth, depth > 0)
+            arguments = (weights, folder, cases, 8 // world_size, [2], depth, depth > 0, on_gpu)
             known[world_size, depth] = on_ranks(world_size, train_cases, *arguments, timeout_s=300)[0]
         return known[world_size, depth]
 
     return get
+
+
+def assert_same(trained: Callable[[int, int], dict[str, Any]], case: str, world_size: int, depth: int) -> None:
+    """Losses and student of a case, bit for bit those without asking ahead."""
+    result, reference = trained(world_size, depth)[f"{case} 2"], trained(world_size, 0)[f"{case} 2"]
+    assert not isinstance(result, str), result
+    assert result[0] == reference[0]
+    assert np.array_equal(result[1], reference[1])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return runs_of_all_cases(tmp_path_factory.mktemp, on_gpu=False)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -44,10 +58,7 @@ def trained(tmp_path_factory):
     ("case", "world_size"), [(case, 1) for case in ALONE] + [(case, 2) for case in TOGETHER], ids=str
 )
 def test_runs_are_the_same(trained, case, world_size, depth):
-    result, reference = trained(world_size, depth)[f"{case} 2"], trained(world_size, 0)[f"{case} 2"]
-    assert not isinstance(result, str), result
-    assert result[0] == reference[0]
-    assert np.array_equal(result[1], reference[1])
+    assert_same(trained, case, world_size, depth)
 
 
 def test_every_placement_that_can_be_asked_ahead_is():
