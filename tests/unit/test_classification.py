@@ -660,3 +660,13 @@ class TestRefusals:
             (tmp_path / "odd" / "config.json").write_text(json.dumps(content))
             with pytest.raises(UserError, match=words):
                 parse_task(make_data(teacher={"path": str(tmp_path / "odd")}))
+
+
+@pytest.mark.parametrize("size", [0, 60, -1])
+def test_a_teacher_whose_file_is_cut_short_is_refused(tmp_path, pictures, size):
+    folder = classifiers.save_classifier(tmp_path / "teacher", classifiers.resnet_config())
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    recipe = parse(classifiers.recipe(tmp_path, folder, pictures, classifiers.resnet_config(depths=[1, 1])))
+    with pytest.raises(UserError, match=r"model\.safetensors is not a complete safetensors file .*; copy it again"):
+        commands.check(recipe, None)
