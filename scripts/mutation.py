@@ -7,7 +7,8 @@
 A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
 imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs the group's unit
 tests until one fails. With --all-tests, survivors are run again with all unit tests. Messages, annotations, decorators,
-docstrings, progress bars, limits of memory, device arguments and what only a GPU runs are not changed. Exit code 1 if
+docstrings, progress bars, limits of memory, arguments that change no value, and what only a GPU or several processes
+run are not changed. Exit code 1 if
 less than --at-least percent were detected.
 """
 
@@ -98,11 +99,15 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
 
 UNSEEN = (
     *("device", "non_blocking", "pin_memory", "use_safetensors", "local_files_only", "low_cpu_mem_usage", "strict"),
+    *("memory_format", "indent", "digest_size", "ignore_errors"),
 )
-"""Keyword arguments without effect on a CPU, on files that are there and in safetensors, or on lists of one length."""
+"""Keyword arguments without effect on values on a CPU, on files that are there and in safetensors, on lists of one
+length, or on what is read from a file."""
 
-UNSEEN_CALLS = ("Error", "print", "Field", "warn", "TypeVar", "tqdm", "perf_counter", "unset_hf_deepspeed_config")
-"""Endings of functions that say or measure something, or that matter under an engine of several processes alone."""
+UNSEEN_CALLS = (
+    *("Error", "print", "Field", "warn", "TypeVar", "tqdm", "perf_counter", "unset_hf_deepspeed_config", "barrier"),
+)
+"""Endings of functions that say or measure something, or that matter in several processes alone."""
 
 LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT", "READER_VERSION")
 """Beginnings of constants that bound memory or a message, or number a format: results are the same with any value."""
