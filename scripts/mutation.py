@@ -8,8 +8,7 @@ A mutation changes one operator, comparison, constant, condition, argument or st
 imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs the group's unit
 tests until one fails. With --all-tests, survivors are run again with all unit tests. Messages, annotations, decorators,
 docstrings, progress bars, limits of memory, arguments that change no value, and what only a GPU or several processes
-run are not changed. Exit code 1 if
-less than --at-least percent were detected.
+run are not changed. Exit code 1 if less than --at-least percent were detected.
 """
 
 from __future__ import annotations
