@@ -611,7 +611,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("features", "words"),
         [
-            ({"student_blocks": [5], "teacher_blocks": [0]}, "student_blocks names block 5; there are 2"),
+            ({"student_blocks": [2], "teacher_blocks": [0]}, "student_blocks names block 2; there are 2"),
             ({"student_blocks": [0], "teacher_blocks": [4]}, "as many positions"),
         ],
     )
