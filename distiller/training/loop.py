@@ -50,11 +50,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
             reason = error.__cause__ if isinstance(error, AgreedError) else error
             if not isinstance(reason, torch.OutOfMemoryError):
                 raise
-            place = f"update {observers.allocations.step}"
-            if observers.timer.current_part is not None:
-                place += f", {observers.timer.current_part}"
             kind = AgreedError if isinstance(error, AgreedError) else RunError
-            raise kind(explain(str(reason), run, place, queue.num_bytes)) from error
+            raise kind(explain(str(reason), run, observers.place, queue.num_bytes)) from error
         except StoppedError:
             queue.close()
             raise

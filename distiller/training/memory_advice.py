@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import final
 
-GIB = 2**30
-_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+from distiller.training.tracking import GIB
+
+_UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}
 _SIZE = r"([\d.]+) (bytes|KiB|MiB|GiB)"
 
 

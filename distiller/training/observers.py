@@ -34,6 +34,12 @@ class Observers:
             AllocationRecorder(run),
         )
 
+    @property
+    def place(self) -> str:
+        """In words, the update that was begun last, and its part that goes on or has failed."""
+        part = self.timer.current_part
+        return f"update {self.allocations.step}" + ("" if part is None else f", {part}")
+
     def begin(self, step: int) -> None:
         """Before update `step`."""
         self.allocations.begin(step)

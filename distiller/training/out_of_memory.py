@@ -13,6 +13,7 @@ from distiller.training.memory_advice import Shortage, Situation, owners, remedi
 from distiller.training.profiling import FOLDER
 from distiller.training.run import Run
 from distiller.training.student_memory import WEIGHTS
+from distiller.training.tracking import GIB
 
 MAX_EVENTS = 100_000
 """Allocations and frees that a snapshot holds, the newest ones."""
@@ -68,7 +69,7 @@ def explain(message: str, run: Run, place: str, prefetched_bytes: int) -> str:
         free = (shortage.free or 0) / 2**20
         text += (
             f": {shortage.asked / 2**20:.0f} MiB more were asked for and {free:.0f} MiB are free of "
-            f"{shortage.capacity / 2**30:.1f} GiB on GPU {shortage.gpu}"
+            f"{shortage.capacity / GIB:.1f} GiB on GPU {shortage.gpu}"
         )
     if not is_own:
         text += (

@@ -9,7 +9,8 @@ import torch
 from distiller import cli
 from distiller.errors import RunError
 from distiller.training.loop import train
-from distiller.training.memory_advice import GIB, PlannedMemory, Shortage, Situation, owners, remedies
+from distiller.training.memory_advice import PlannedMemory, Shortage, Situation, owners, remedies
+from distiller.training.tracking import GIB
 from tests.toy_task import LinearTeacher, TokenTask, build_toy_run, toy_recipe
 
 MESSAGE = (
