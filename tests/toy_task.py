@@ -55,7 +55,7 @@ class LinearTeacher(Teacher):
 
     def predict(self, requests: Any) -> list[Outputs]:
         self.num_calls += 1
-        return [{"output": request.inputs["tokens"] @ self.weight} for request in requests]
+        return [{"output": tokens @ self.weight.to(tokens.device)} for tokens in (r.inputs["tokens"] for r in requests)]
 
     def memory(self) -> TeacherMemory:
         return TeacherMemory(host_bytes=self.weight.nbytes)

@@ -119,5 +119,7 @@ def prepare_environment() -> None:
     logging.getLogger("DeepSpeed").addFilter(_is_error)
     # DeepSpeed's calls of torch, once a rank.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    # Norms with float32 weights under autocast, while their block is traced for the compiler, which fuses them itself.
+    warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
     if not is_main_process():
         logging.disable(logging.WARNING)

@@ -47,7 +47,8 @@ class AttentionNotice:
         if self._is_due and step == self._step:
             # The profiler's own lines on its start and end.
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-            self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+            # `acc_events`: without it torch 2.11 warns of events of earlier cycles, of which there are none.
+            self._profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
             try:
                 self._profiler.start()
             except RuntimeError:

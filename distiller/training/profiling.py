@@ -48,7 +48,10 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
         active = self._steps[1] - self._first + 1
         self._profiler = profile(
-            activities=activities, schedule=schedule(wait=0, warmup=self._warm_up, active=active, repeat=1)
+            activities=activities,
+            schedule=schedule(wait=0, warmup=self._warm_up, active=active, repeat=1),
+            # Without it torch 2.11 warns of events of earlier cycles, of which there are none.
+            acc_events=True,
         )
         self._profiler.start()
 

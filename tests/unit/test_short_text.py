@@ -6,7 +6,13 @@ import pytest
 import torch
 from diffusers import WanTransformer3DModel
 
-from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, install_short_text, padding_bias, remove_short_text
+from distiller.diffusion.wan.short_text import (
+    NUM_KEPT_ROWS,
+    install_short_text,
+    padding_bias,
+    remove_short_text,
+    short_length,
+)
 
 TEXT_DIM = 12
 
@@ -177,11 +183,22 @@ def test_zero_rows_weigh_as_much_as_all_the_padding() -> None:
         assert weight == pytest.approx(512 - num_real, rel=1e-6)
 
 
+@pytest.mark.parametrize("num_zero", [2, 5, 9])
 @pytest.mark.parametrize("num_real", [1, 5, 60, 300, 500])
-def test_the_weight_of_the_padding_survives_bfloat16(num_real):
-    embeds = torch.zeros(1, num_real + 2, 8)
+def test_the_weight_of_the_padding_survives_bfloat16(num_real, num_zero):
+    embeds = torch.zeros(1, num_real + num_zero, 8)
     embeds[:, :num_real] = 1
     bias = padding_bias(embeds, 512)
     assert bias is not None
     weight = bias[0, 0, 0, num_real:].bfloat16().double().exp().sum().item()
     assert weight == pytest.approx(512 - num_real, rel=1e-3)
+
+
+def test_few_numbers_of_rows_are_ever_used():
+    """Each is planned by cuDNN, and torch.compile makes another code where it is no multiple of 8."""
+    lengths = {longest: short_length(longest, 512) for longest in range(1, 513)}
+    assert len(set(lengths.values())) == 64
+    assert all(length % 8 == 0 for length in lengths.values())
+    # Two zero rows, but where all of the padding is there anyway.
+    assert all(length == 512 or longest + 2 <= length < longest + 10 for longest, length in lengths.items())
+    assert short_length(223, 226) == 226

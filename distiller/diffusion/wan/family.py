@@ -21,7 +21,7 @@ from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.vae import Vae
 from distiller.diffusion.wan.architecture import WanArchitecture
-from distiller.diffusion.wan.short_text import NUM_KEPT_ROWS, PIPELINE_TEXT_LENGTH
+from distiller.diffusion.wan.short_text import PIPELINE_TEXT_LENGTH, short_length
 from distiller.diffusion.wan.vae import WanVae
 from distiller.errors import UserError
 
@@ -141,11 +141,11 @@ class WanFamily(Family):
         return [{"text": row[:count].clone()} for row, count in zip(embeds, lengths, strict=True)]
 
     def pad(self, texts: Sequence[Tensor], length: int) -> Tensor:
-        """Pads texts with zero rows to [B, min(max(n) + 2, length), D].
+        """Pads texts with two or more zero rows to [B, L, D], L a multiple of 8 or `length`.
 
         `distiller.diffusion.wan.short_text` gives these zero rows the weight of all that the pipeline would add.
         """
-        padded_length = min(max(len(text) for text in texts) + NUM_KEPT_ROWS, length)
+        padded_length = short_length(max(len(text) for text in texts), length)
         padded = texts[0].new_zeros(len(texts), padded_length, texts[0].shape[-1])
         for row, text in zip(padded, texts, strict=True):
             row[: len(text)] = text
