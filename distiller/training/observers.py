@@ -1,4 +1,4 @@
-"""What watches the updates of a session: times, profiles, attention kernels, allocations."""
+"""What watches the updates of a session: times, profiles, attention kernels, compilation, allocations."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import final
 from distiller.training.attention_kernels import AttentionNotice
 from distiller.training.out_of_memory import AllocationRecorder
 from distiller.training.profiling import StepProfiler
+from distiller.training.recompilations import RecompilationNotice
 from distiller.training.run import Run
 from distiller.training.timing import StepTimer
 
@@ -21,6 +22,7 @@ class Observers:
     timer: StepTimer
     profiler: StepProfiler
     attention: AttentionNotice
+    recompilations: RecompilationNotice
     allocations: AllocationRecorder
 
     @classmethod
@@ -31,6 +33,7 @@ class Observers:
             StepTimer(run.accelerator.device),
             StepProfiler(steps, Path(run.recipe.output_dir), ranks, first_step),
             AttentionNotice(steps, ranks, first_step),
+            RecompilationNotice(ranks, first_step),
             AllocationRecorder(run),
         )
 
@@ -50,6 +53,7 @@ class Observers:
         """After update `step`. What `attention` has profiled is read by `attention.end`."""
         self.timer.end_step()
         self.profiler.end(step)
+        self.recompilations.end(step)
         self.allocations.end(step)
 
     def close(self) -> None:

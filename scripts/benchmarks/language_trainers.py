@@ -146,7 +146,8 @@ def run_trainer(folder: Path, name: str, options: argparse.Namespace) -> dict[st
     last = json.loads((output_dir / "metrics.jsonl").read_text().splitlines()[-1])
     summary = json.loads((output_dir / "summary.json").read_text())
     found = {"step_ms": last["perf/step_ms"], "peak_gib": last["memory/gpu_peak_gib_max"], "loss": last["loss"]}
-    return found | {"error": summary.get("quantization_error"), "teacher_ms": last["perf/teacher_ms"]}
+    error = {"relative": summary["teacher_quantization_error"]} | summary["teacher_quantization_figures"]
+    return found | {"error": error, "teacher_ms": last["perf/teacher_ms"]}
 
 
 class Clock(TrainerCallback):
@@ -261,7 +262,7 @@ def print_table(results: dict[str, list[dict[str, Any]]], num_tokens: float, opt
         peak = "-" if one["peak_gib"] is None else f"{one['peak_gib']:.1f}"
         figures = f"{step:.1f} | {num_tokens / step * 1e3:,.0f} | {speed} | {peak} | {memory} | {one['loss']:.4f}"
         print(f"| {name} | {figures} |")
-        if one.get("error"):
+        if one.get("error", {}).get("relative") is not None:
             print(f"  error of the quantised teacher: {one['error']}")
         if one.get("teacher_ms"):
             print(f"  of it the teacher: {one['teacher_ms']:.1f} ms")
