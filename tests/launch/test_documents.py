@@ -40,8 +40,13 @@ NOT_RUN = {
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b --tokens 1560 6240 --rows "
         '"replicated, compiled|streamed, shared transfers|streamed, compiled|balanced, compiled|sharded"',
         "python scripts/benchmarks/quantization.py --tokens 1560 6240",
+        "python scripts/benchmarks/step_time.py --model wan-14b --student-heads 12 --batch-size 1 --steps 40 "
+        "--checkpointing false --prefetch-steps 0 --prefetch-steps 1 --option train.compile=default --option "
+        "teacher.compile=default",
         "python scripts/benchmarks/step_time.py --model wan-1.3b --checkpointing false --launch ddp --launch fsdp2",
         "python scripts/benchmarks/step_time.py --model wan-1.3b",
+        'python scripts/benchmarks/language_trainers.py --side trainer --side "trainer, fp8 teacher" --side '
+        '"gkd, liger" --side "distillation, compiled"',
         "python scripts/benchmarks/divergences.py --ids 128000",
         "python scripts/benchmarks/hand_written.py --model digits --launch cpu --batch-size 32 --side 64 --steps 120",
     ],
