@@ -52,6 +52,13 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Name -> options; the name begins with the placement's."""
 
+IN_PROCESSES: dict[str, dict[str, Any]] = {
+    "dedicated": {},
+    "dedicated, two processes": {"devices": 2},
+    "dedicated, streamed": {"inner": "streamed"},
+}
+"""More of them, whose processes take seconds to start: in tests of their own."""
+
 
 def placement_of(case: str) -> str:
     return case.partition(",")[0]
@@ -59,7 +66,7 @@ def placement_of(case: str) -> str:
 
 def open_case(case: str, network: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", **more: Any):
     """The teacher of a case, on the ranks that exist."""
-    options = CASES[case]
+    options = (CASES | IN_PROCESSES)[case]
     if options.get("rank") == -1:
         options = options | {
             "rank": torch.distributed.get_world_size() - 1 if torch.distributed.is_initialized() else 0

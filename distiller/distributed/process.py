@@ -74,16 +74,21 @@ def signal_when_launcher_dies() -> None:
             os.kill(os.getpid(), PARENT_GONE)
 
 
-def initialize_loader_worker(worker: int) -> None:
-    """Makes a loader process live exactly as long as its rank; a DataLoader's `worker_init_fn`.
+def live_as_long_as_parent() -> None:
+    """Makes a process that works for a rank live exactly as long as the rank, which has started it.
 
-    It ignores `STOP_SIGNALS`: the rank handles them, and still needs its loader for the update under way.
+    It ignores `STOP_SIGNALS`: the rank handles them, and still needs it for the update under way.
     """
     signal.set_wakeup_fd(-1)
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     if sys.platform == "linux":
         _signal_at_parents_death(signal.SIGKILL)
+
+
+def initialize_loader_worker(worker: int) -> None:
+    """See `live_as_long_as_parent`; a DataLoader's `worker_init_fn`."""
+    live_as_long_as_parent()
 
 
 def end_loader_processes() -> None:

@@ -174,6 +174,11 @@ class Teacher(ABC):
     optimizer or sharding.
     """
 
+    @property
+    def num_parallel_updates(self) -> int:
+        """How many updates it can answer at the same time, each asked by a thread of its own."""
+        return 1
+
     @abstractmethod
     def predict(self, requests: Sequence[Request]) -> list[Outputs]:
         """Outputs of all micro-batches of an update, one `Outputs` for each of `requests`, in order.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -51,17 +52,19 @@ class TeacherQueue:
     is asked for update i + k before the student is trained on update i, so that both can compute at the same time.
     What it is asked does not depend on the student, so the answers are the same.
 
-    On a GPU the teacher then has a stream of its own, of high priority, since it often waits (for copies, for other
-    ranks) and the student's kernels fill the gaps. Before each question that stream waits for all that the student's
-    was given until then, the micro-batches among it; and the student's waits for the answers of its update. Answers are
-    allocated on the teacher's stream and read on the student's, so the allocator is told of the second one.
+    On a GPU the teacher then has a stream of its own (one for each thread that asks it), of high priority, since it
+    often waits (for copies, for other ranks) and the student's kernels fill the gaps. Before each question that stream
+    waits for all that the student's was given until then, the micro-batches among it; and the student's waits for the
+    answers of its update. Answers are allocated on the teacher's stream and read on the student's, so the allocator is
+    told of the second one.
 
     Whoever communicates does so in one order on all ranks, since one thread starts all of it: the question for update
-    i + k, then the student's passes of update i. A placement whose host waits while it answers (`cpu`, `disk`) is asked
-    by a second thread, once the student has been trained for the first time. Such placements exchange nothing between
-    ranks after their first answer. And by then all blocks are compiled: while one thread compiles, transformers makes
-    masks otherwise in all threads (`torch.compiler.is_compiling` is one for the process), and with them other kernels
-    run. Where sizes vary, compilation may go on at any time, so no thread is started then.
+    i + k, then the student's passes of update i. A placement whose host waits while it answers (`cpu`, `disk`,
+    `dedicated`) is asked by other threads, once the student has been trained for the first time: by one, or by as many
+    as it can answer updates at the same time. Such placements exchange nothing between ranks after their first answer.
+    And by then all blocks are compiled: while one thread compiles, transformers makes masks otherwise in all threads
+    (`torch.compiler.is_compiling` is one for the process), and with them other kernels run. Where sizes vary,
+    compilation may go on at any time, so no thread that runs the network is started then.
     """
 
     def __init__(self, run: Run, timer: StepTimer) -> None:
@@ -70,13 +73,14 @@ class TeacherQueue:
         self._loader = batches_of(run.loader)
         self._num_left = run.last_step - run.first_step + 1
         self._depth = run.recipe.teacher.prefetch_steps
-        self._stream = None
-        if self._depth and self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device, priority=-1)
+        self._streams: list[torch.cuda.Stream] = []
+        self._of_thread = threading.local()
+        self._make_stream()
         spec = PLACEMENTS.get(run.placement)
-        may_compile = run.compiles_blocks and run.task.network.sizes_vary
-        self._uses_thread = bool(self._depth) and spec is not None and spec.prefetches_in_thread and not may_compile
-        self._thread: ThreadPoolExecutor | None = None
+        self._uses_threads = bool(self._depth) and spec is not None and spec.prefetches_in_thread
+        if self._uses_threads and run.compiles_blocks and not spec.computes_elsewhere:
+            self._uses_threads = not run.task.network.sizes_vary
+        self._threads: ThreadPoolExecutor | None = None
         self._num_returned = 0
         self._updates: deque[Update] = deque()
 
@@ -118,51 +122,62 @@ class TeacherQueue:
         """Waits for what the teacher computes, whose answers are dropped."""
         self.abandon(waits=True)
         self._updates.clear()
-        if self._stream is not None:
-            self._stream.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
     def abandon(self, waits: bool = False) -> None:
         """Asks nothing more; without waiting, since another rank may be gone for which an answer waits."""
-        if self._thread is not None:
-            self._thread.shutdown(waits, cancel_futures=True)
+        if self._threads is not None:
+            self._threads.shutdown(waits, cancel_futures=True)
 
     def _ask(self, update: Update) -> None:
         given = None
-        if self._stream is not None:
+        if self._streams:
             given = torch.cuda.Event()
             given.record(torch.cuda.current_stream(self._device))
-        if self._uses_thread and self._num_returned:
-            self._thread = self._thread or ThreadPoolExecutor(1, "teacher")
-            update.answers = self._thread.submit(self._predict_in_thread, update, given)
+        if self._uses_threads and self._num_returned and self._run.teacher is not None:
+            count = min(self._run.teacher.num_parallel_updates, self._depth)
+            self._threads = self._threads or ThreadPoolExecutor(count, "teacher", self._make_stream)
+            update.answers = self._threads.submit(self._predict_in_thread, update, given)
             return
         with self._on_stream(), self._timer.part("teacher"):
             update.answers = self._predict(update, given)
 
     def _predict_in_thread(self, update: Update, given: torch.cuda.Event | None) -> Targets:
-        if self._stream is not None:
-            torch.cuda.set_device(self._stream.device)
         with self._on_stream(), self._timer.measured("teacher"):
             return self._predict(update, given)
 
     def _predict(self, update: Update, given: torch.cuda.Event | None) -> Targets:
-        """On the teacher's stream, which waits for what the student's was given until the update was asked for."""
-        run = self._run
+        """On this thread's stream, which waits for what the student's was given until the update was asked for."""
+        run, stream = self._run, self._stream
         if run.teacher is None:
             return [None] * len(update.micro_batches)
-        if self._stream is not None and given is not None:
+        if stream is not None and given is not None:
             # Not when the thread is given the update: the answer before it, under way then, must not wait.
-            self._stream.wait_event(given)
+            stream.wait_event(given)
         requests = [micro_batch.request(run.task) for micro_batch in update.micro_batches]
         answers = run.teacher.predict(requests)
         if self._depth:
             update.num_bytes = _num_bytes(requests, answers)
-        if self._stream is not None:
+        if stream is not None:
             update.ready = torch.cuda.Event()
-            update.ready.record(self._stream)
+            update.ready.record(stream)
         return answers
 
+    def _make_stream(self) -> None:
+        """The calling thread's stream, which it begins with. None on a CPU, and without prefetching."""
+        if self._depth and self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+            self._of_thread.stream = torch.cuda.Stream(self._device, priority=-1)
+            self._streams.append(self._of_thread.stream)
+
+    @property
+    def _stream(self) -> torch.cuda.Stream | None:
+        return getattr(self._of_thread, "stream", None)
+
     def _on_stream(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        stream = self._stream
+        return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _num_bytes(requests: Sequence[Request], answers: Sequence[Outputs]) -> int:

@@ -20,6 +20,7 @@ ALONE = ("replicated", "cpu", "streamed", "disk")
 TOGETHER = (
     *("replicated", "cpu", "streamed", "streamed, shared transfers", "disk", "balanced", "sequential"),
     *("custom, spread", "rank0", "rank0, the last rank", "sharded", "sharded, offloaded"),
+    "dedicated, two processes",
 )
 DEPTHS = (1, 3, 9)
 """Updates ahead; the runs have five."""

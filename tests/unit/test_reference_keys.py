@@ -44,6 +44,7 @@ OUTSIDE = {
         ("teacher.pin_memory", "teacher.ring_blocks", "teacher.resident_blocks", "teacher.shard_transfers"), "placement"
     ),
     **dict.fromkeys(("teacher.amortise", "teacher.read_threads", "teacher.device_map", "teacher.rank"), "placement"),
+    **dict.fromkeys(("teacher.devices", "teacher.inner"), "placement"),
     **dict.fromkeys(("teacher.micro_batch", "teacher.offload", "teacher.nvme_path", "teacher.cache"), "placement"),
     **dict.fromkeys(("checkpoint", "tracking", "profile"), "after the fact"),
 }

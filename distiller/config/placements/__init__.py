@@ -14,6 +14,7 @@ _NAMES = (
     "sequential",
     "custom",
     "rank0",
+    "dedicated",
     "sharded",
     "swap",
     "cached",

@@ -1,0 +1,134 @@
+"""A process of the teacher: holds the weights and answers the machine's ranks until they have gone.
+
+`python -m distiller.teachers.processes.server DESCRIPTOR`, started by `TeacherProcesses`; the open descriptor is one
+end of a pipe, through which come the import path and a `Start`, and goes `Ready` or `Failure`.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from multiprocessing.connection import Connection, Listener, wait
+from typing import Any, final
+
+from distiller.distributed.process import live_as_long_as_parent, prepare_environment
+
+if __name__ == "__main__":
+    prepare_environment()
+    # Before anything that takes time: a signal for the launcher's whole group is the rank's to handle.
+    live_as_long_as_parent()
+
+import torch
+
+from distiller.distributed.devices import quiet_libraries, set_tf32
+from distiller.distributed.ranks import Ranks
+from distiller.errors import RunError, UserError
+from distiller.teachers.base import Request, Setup, Teacher
+from distiller.teachers.factory import open_teacher
+from distiller.teachers.processes.buffers import SharedBuffer, finish_copies, lay_out
+from distiller.teachers.processes.messages import Answer, Failure, NeedBuffer, NewBuffer, Question, Ready, Start
+
+HOST = "127.0.0.1"
+GONE = (EOFError, ConnectionError)
+
+
+@final
+class Desk:
+    """Answers the questions of one rank, whose buffers it keeps."""
+
+    def __init__(self, teacher: Teacher, device: torch.device) -> None:
+        self._teacher, self._device = teacher, device
+        self._inputs: SharedBuffer | None = None
+        self._outputs: SharedBuffer | None = None
+
+    def reply(self, message: NeedBuffer | Question) -> NewBuffer | Answer | Failure:
+        """What to send for a message."""
+        try:
+            if isinstance(message, Question):
+                return self._answer(message)
+            # The old one is freed first.
+            self._inputs = None
+            self._inputs = SharedBuffer.make(message.num_bytes, self._device)
+            return NewBuffer(self._inputs.handle)
+        except Exception as error:
+            traceback.print_exc()
+            return failure_of(error)
+
+    def _answer(self, question: Question) -> Answer:
+        assert self._inputs is not None
+        requests = []
+        for part in question.parts:
+            inputs = dict(zip(part.inputs, self._inputs.views(list(part.inputs.values())), strict=True))
+            requests.append(Request(part.sample_ids, inputs, part.wanted, part.modules))
+        answers = self._teacher.predict(requests)
+        specs, num_bytes = lay_out([tensor for outputs in answers for tensor in outputs.values()])
+        new_buffer = None
+        if self._outputs is None or self._outputs.num_bytes < num_bytes:
+            self._outputs = None
+            self._outputs = SharedBuffer.make(num_bytes, self._device)
+            new_buffer = self._outputs.handle
+        self._outputs.write(specs, [tensor for outputs in answers for tensor in outputs.values()])
+        finish_copies(self._device)
+        places = iter(specs)
+        return Answer(tuple({name: next(places) for name in outputs} for outputs in answers), new_buffer)
+
+
+def failure_of(error: Exception) -> Failure:
+    """The error in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return Failure(f"{str(error).partition('. ')[0]}; lower train.batch_size, or set teacher.inner=streamed")
+    text = str(error) if isinstance(error, UserError | RunError) else f"{type(error).__name__}: {error}"
+    return Failure(" ".join(text.split()), isinstance(error, UserError))
+
+
+def serve(ranks: list[Connection], teacher: Teacher, device: torch.device) -> None:
+    """Answers until every rank has closed its connection or ended."""
+    desks = {connection: Desk(teacher, device) for connection in ranks}
+    while desks:
+        for connection in wait(list(desks)):
+            assert isinstance(connection, Connection)
+            try:
+                connection.send(desks[connection].reply(connection.recv()))
+            except GONE:
+                del desks[connection]
+
+
+def open_started(start: Start) -> tuple[Teacher, torch.device]:
+    """The teacher of this process, loaded. Raises UserError before any weight is read."""
+    device = torch.device(start.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    set_tf32(start.allows_tf32)
+    torch.use_deterministic_algorithms(start.is_deterministic, warn_only=True)
+    torch.set_num_threads(start.num_threads)
+    quiet_libraries()
+    alone = Ranks(device, 0, 1, 0, 1, None, None)
+    mode, folder = start.compile_mode, start.stages_dir
+    setup = Setup(start.dtype, start.options, alone, compile_mode=mode, stages_dir=folder)
+    return open_teacher(start.network, setup), device
+
+
+def main(descriptor: int) -> int:
+    """Runs the process; returns its exit code."""
+    pipe: Any = Connection(descriptor)
+    sys.path[:] = pipe.recv()
+    try:
+        start: Start = pipe.recv()
+        teacher, device = open_started(start)
+    except GONE:
+        return 1
+    except Exception as error:
+        if not isinstance(error, UserError | RunError):
+            traceback.print_exc()
+        pipe.send(failure_of(error))
+        return 1
+    with Listener((HOST, 0), authkey=start.authkey) as listener:
+        pipe.send(Ready(listener.address[1], teacher.memory()))
+        ranks: Any = [listener.accept() for _ in range(start.num_ranks)]
+    serve(ranks, teacher, device)
+    teacher.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(int(sys.argv[1])))
