@@ -215,6 +215,15 @@ def test_answers_that_are_not_finite_are_no_cache(tmp_path):
     assert not list((tmp_path / "cache").iterdir())
 
 
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_file_that_cannot_be_written_ends_the_making_of_a_cache(tmp_path, number):
+    """The first of two, and the last, after which the teacher is asked nothing more."""
+    # Also root cannot write a file where a folder is.
+    (tmp_path / "cache" / f".{shard_name(number)}.partial").mkdir(parents=True)
+    with pytest.raises(RunError, match=rf"outputs-00000{number}\.safetensors cannot be written"):
+        fill_cache(tmp_path / "cache", TokenTask(), LinearTeacher(), 4, torch.device("cpu"))
+
+
 def test_a_disk_without_room_is_refused(tmp_path):
     check_free_space(tmp_path, 1.0)
     plan_layout(tmp_path, KEY, LAYOUT, NAMES)

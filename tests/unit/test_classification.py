@@ -9,6 +9,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -34,8 +35,10 @@ from distiller.errors import UserError
 from distiller.tasks import open_task
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
+from distiller.vision import evaluation
 from distiller.vision.batch_norm import BatchNorm, num_groups, replace_batch_norm
 from distiller.vision.files import Processor, find_classifier
+from distiller.vision.group_norm_export import save_group_norm
 from distiller.vision.labels import class_numbers
 from distiller.vision.library import new_model
 from distiller.vision.objective import cross_entropy, tempered_divergence
@@ -415,6 +418,37 @@ class TestRuns:
         with torch.no_grad():
             assert torch.equal(loaded.eval()(pixels).logits, ours(pixel_values=pixels).logits)
 
+    def test_with_group_norm_tensors_have_the_module_s_names_also_where_the_library_renames(self, tmp_path):
+        """As it does for ViT: under the type of our own nothing would rename them back."""
+        model = new_model(classifiers.vit_config()).eval()
+        save_group_norm(model, tmp_path)
+        assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+        loaded = AutoModelForImageClassification.from_pretrained(tmp_path, trust_remote_code=True)
+        pixels = torch.randn(2, 3, 32, 32)
+        with torch.no_grad():
+            assert torch.equal(loaded(pixels).logits, model(pixels).logits)
+
+    def test_pictures_of_the_user_s_are_shown_with_the_classes_that_both_predict(
+        self, make_data, teachers, pictures, tmp_path
+    ):
+        """More pictures than there are classes."""
+        data = make_data("vit")
+        student = classifiers.save_classifier(
+            tmp_path / "finished" / "student", classifiers.vit_config(num_hidden_layers=2), seed=1
+        )
+        files = sorted(pictures.glob("*/00[01].png"))
+        output = tmp_path / "mine.png"
+        parse_task(data).sample(student.parent, [str(file) for file in files], 0, torch.device("cpu"), output)
+        shown = [np.asarray(Image.open(file)) for file in files]
+        pixels = AutoImageProcessor.from_pretrained(student, backend="pil")(shown, return_tensors="pt").pixel_values
+        predictions = {}
+        for name, folder in (("teacher", teachers["vit"]), ("student", student)):
+            with torch.no_grad():
+                logits = AutoModelForImageClassification.from_pretrained(folder)(pixels).logits
+            predictions[name] = [int(row.argmax()) for row in logits]
+        expected = prediction_grid(shown, classifiers.LABELS, [None] * len(shown), predictions)
+        assert np.array_equal(np.asarray(Image.open(output)), np.asarray(expected))
+
     def test_a_student_with_dropout_answers_alike_in_training(self, make_data, capsys):
         # Attention's own rate is no nn.Dropout.
         student = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.5}
@@ -452,7 +486,9 @@ class TestRuns:
         fresh()
         run(data | {"output_dir": str(tmp_path / "again")})
         assert "reusing" in capsys.readouterr().out
-        assert len(list((tmp_path / "cache").glob("teacher-*/"))) == 1
+        (folder,) = (tmp_path / "cache").glob("teacher-*/")
+        # It is a whole model of the library, which others may use.
+        assert AutoImageProcessor.from_pretrained(folder, backend="pil").size["height"] == 32
 
     def test_opening_the_task_reads_no_picture_and_writes_nothing(self, make_data, tmp_path, monkeypatch):
         bare = tmp_path / "bare"
@@ -563,6 +599,17 @@ class TestRuns:
         assert "reaches 89.0% of the teacher's held-out accuracy" in task.missed_gate({"accuracy_ratio": 0.89})
         assert "below the gate of 90.0%" in task.missed_gate({"accuracy_ratio": None})
         assert parse_task(make_data()).missed_gate({"accuracy_ratio": 0.0}) is None
+
+    @pytest.mark.parametrize(("pass_s", "num_passes"), [(0.25, 5), (0.0625, 8)])
+    def test_speed_is_of_five_passes_or_of_as_many_as_half_a_second_holds(self, monkeypatch, pass_s, num_passes):
+        """The first pass, which is slower, is not counted. The clock goes on in passes alone."""
+        passes_s: list[float] = []
+        monkeypatch.setattr(evaluation, "time", SimpleNamespace(perf_counter=lambda: sum(passes_s)))
+        speed = evaluation._pictures_per_s(
+            lambda: passes_s.append(pass_s if passes_s else 8.0), torch.zeros(4, 3, 1, 1)
+        )
+        assert len(passes_s) == 1 + num_passes
+        assert speed == 4 / pass_s
 
     def test_labels_alone_need_no_teacher(self, make_data):
         losses = {"distillation": {"alpha": 0.0}}

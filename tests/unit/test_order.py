@@ -37,6 +37,13 @@ def test_an_epoch_has_every_sample_once_but_for_the_dropped_rest():
     assert {epoch for epoch, _ in updates(8, 1, 1)[3]} == {1}
 
 
+@pytest.mark.parametrize(("batch_size", "whole", "dropped"), [(5, 2, 7), (9, 1, 9), (27, 0, 27)])
+def test_the_dropped_rest_is_what_whole_updates_leave(batch_size, whole, dropped):
+    """Of 27 samples, in two micro-batches of these sizes; with the third there is no whole update."""
+    plan = UpdatePlan(27, batch_size, 2, 1, seed=5)
+    assert (plan.updates_per_epoch, plan.dropped_per_epoch) == (whole, dropped)
+
+
 def test_a_resumed_sampler_goes_on_where_the_other_stopped():
     assert updates(4, 1, 2, first=2) == updates(4, 1, 2)[2:]
 

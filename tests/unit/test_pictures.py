@@ -2,6 +2,7 @@
 
 import io
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from PIL import ExifTags, Image
 
 from distiller.config.classification import ClassificationData
 from distiller.data.images import load_image
-from distiller.data.pictures import open_picture
+from distiller.data.pictures import open_picture, unread_note
 from distiller.errors import RunError, UserError
 from distiller.vision.sources import open_pictures
 
@@ -183,6 +184,13 @@ class TestWhichFiles:
         assert "not read as pictures: 2 .heic, 1 " in pictures.notices[1]
         assert "1 .svg" in pictures.notices[1]
         assert "1 no suffix" in pictures.notices[1]
+
+    @pytest.mark.parametrize(("count", "more"), [(8, ""), (9, " and 1 more suffixes"), (11, " and 3 more suffixes")])
+    def test_of_many_suffixes_eight_are_named(self, count, more):
+        note = unread_note(Path(f"{number}.kind{number}") for number in range(count))
+        assert note is not None
+        named = ", ".join(f"1 .kind{number}" for number in range(8))
+        assert note.startswith(f"data.path: files that are not read as pictures: {named}{more}; convert them")
 
     def test_captioned_folders(self, tmp_path):
         from distiller.data.images import find_images

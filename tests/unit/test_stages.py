@@ -45,6 +45,14 @@ def test_two_runs_make_a_stage_one_after_the_other(tmp_path):
     assert [file.name for file in stage.folder.iterdir() if file.name == "part"] == ["part"]
 
 
+def test_ranks_make_the_folders_that_a_stage_lies_in(tmp_path):
+    stage = Stage("drawn", {}, tmp_path / "runs" / "first" / "stages")
+    with stage.make_on_all_ranks(toys.ALONE) as is_missing:
+        assert is_missing
+        stage.finish()
+    assert stage.is_complete
+
+
 def test_a_file_that_its_owner_keeps_to_himself_is_named(tmp_path, monkeypatch):
     """As older versions left them. Nobody is refused anything where tests run as root: the answer is put in."""
     stage = Stage("made", {}, tmp_path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -115,13 +115,51 @@ def test_both_compute_at_the_same_time(tmp_path):
     train(run)
 
 
-@pytest.mark.parametrize(("sizes_vary", "others"), [(True, "MainThread"), (False, "teacher")])
-def test_no_thread_answers_where_blocks_may_be_compiled_meanwhile(tmp_path, sizes_vary, others):
+@pytest.mark.timeout(60)
+def test_updates_that_the_teacher_can_answer_at_the_same_time_are_asked_so(tmp_path):
+    """With two updates ahead, the answers to the fourth and the fifth wait for each other."""
+
+    class ParallelTeacher(LinearTeacher):
+        num_parallel_updates = 2
+        both = threading.Barrier(2)
+        threads: ClassVar[set[str]] = set()
+
+        def predict(self, requests):
+            with lock:
+                self.num_calls += 1
+                is_met = self.num_calls in (4, 5)
+            if is_met:
+                self.threads.add(threading.current_thread().name)
+                self.both.wait(30)
+            return [{"output": request.inputs["tokens"] @ self.weight} for request in requests]
+
+    lock, losses = threading.Lock(), []
+    for folder, depth, teacher in (("ahead", 2, ParallelTeacher()), ("alone", 0, LinearTeacher())):
+        recipe = recipe_ahead(tmp_path / folder, depth)
+        longer = recipe.train.model_copy(update={"max_steps": 7})
+        run = build_toy_run(recipe.model_copy(update={"train": longer}), teacher=teacher)
+        run.placement = "dedicated"
+        train(run)
+        losses.append([line["loss"] for line in toys.read_metrics(tmp_path / folder)])
+    assert len(ParallelTeacher.threads) == 2
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    ("placement", "sizes_vary", "others"),
+    [
+        ("cpu", True, "MainThread"),
+        ("cpu", False, "teacher"),
+        # Its network runs in other processes, where nobody compiles for the student.
+        ("dedicated", True, "teacher"),
+    ],
+)
+def test_no_thread_answers_where_blocks_may_be_compiled_meanwhile(tmp_path, placement, sizes_vary, others):
     log = Log()
     task, teacher = LoggedTask(log), LoggedTeacher(log)
     cast(Any, task).network = SimpleNamespace(sizes_vary=sizes_vary)
     run = build_toy_run(recipe_ahead(tmp_path, 1), task=task, teacher=teacher)
-    run.placement, run.compiles_blocks = "cpu", True
+    run.placement, run.compiles_blocks = placement, True
     train(run)
     assert teacher.threads == ["MainThread", "MainThread", others, others]
 

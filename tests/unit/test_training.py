@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,11 @@ from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.rollout import RolloutPlan
 from distiller.errors import RunError, UserError
+from distiller.tasks import open_task
+from distiller.teachers.base import Teacher
+from distiller.teachers.factory import open_teacher
 from tests import toys
+from tests.toy_network import setup
 
 ONLY_FILE = "rank-00000-of-00001.safetensors"
 REFERENCES = Path(__file__).parent.parent / "references"
@@ -291,6 +296,28 @@ def test_an_interrupted_rollout_keeps_its_shards(make_recipe, tmp_path, capsys, 
     run(make_recipe(cache_dir=str(cache), output_dir=str(tmp_path / "b")))
     assert "1 of 4 shards to draw" in capsys.readouterr().out
     assert torch.equal(load_file(stage / "rollout-000001.safetensors")["latents"], whole["latents"])
+
+
+def test_a_rollout_has_as_many_rounds_as_its_shards_fill_ranks(make_recipe):
+    """One shard of two ranks is one round of three steps. Rank 0 draws it; nothing is communicated here."""
+    task = open_task(make_recipe(rollout={"batch_size": 32}))
+    assert task.prepare_stages(toys.ALONE, torch.float32)
+    teacher, asked = open_teacher(task.network, setup()), []
+
+    class Counted(Teacher):
+        def predict(self, requests):
+            asked.extend(requests)
+            return teacher.predict(requests)
+
+        def memory(self):
+            return teacher.memory()
+
+        def close(self):
+            teacher.close()
+
+    first_of_two = replace(toys.ALONE, world_size=2, local_world_size=2)
+    assert len(task.load_data(first_of_two, Counted())) == 27
+    assert [len(request.sample_ids) for request in asked] == [27, 27, 27]
 
 
 def test_other_sample_prompts_leave_the_rollout_alone(make_recipe, tmp_path, capsys, fresh):
