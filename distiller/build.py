@@ -57,7 +57,7 @@ from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization.error import QuantizationError
-from distiller.teachers.rules import check_placement
+from distiller.teachers.rules import check_placement, placement_notices
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
 from distiller.training.student_memory import gpu_bytes, host_bytes
@@ -202,7 +202,8 @@ def _claim_folder(
     )
     finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
-    notices = () if finished else (*world.notices, *ranks.all_succeed(lambda: notices_of(task)))
+    of_task = [] if finished else ranks.all_succeed(lambda: notices_of(task))
+    notices = [] if finished else [*world.notices, *placement_notices(recipe.teacher), *of_task]
     cached = None
     if recipe.teacher.placement == "cached" and not finished:
         cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, session.num_epochs))

@@ -14,6 +14,7 @@ from distiller.launch.checks import Launch, check_launch, possible_precisions, r
 from distiller.run_folder.output_dir import check_output_dir, is_finished_by_files
 from distiller.session import fsdp_units
 from distiller.tasks.interfaces import Checkable, default_recipe, format_notice, notices_of
+from distiller.teachers.rules import placement_notices
 from distiller.training.update_plan import last_step_of, plan_updates
 
 
@@ -46,7 +47,7 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
     looked = task.check_samples() if isinstance(task, Checkable) else None
     if warning is not None:
         print(f"warning: {warning}")
-    for notice in notices_of(task):
+    for notice in (*placement_notices(recipe.teacher), *notices_of(task)):
         print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")

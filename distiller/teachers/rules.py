@@ -47,6 +47,17 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
         )
 
 
+def placement_notices(teacher: Teacher) -> list[str]:
+    """What a user should know of the placement before training starts, a line each."""
+    spec = PLACEMENTS.get(teacher.placement)
+    if spec is None or not spec.computes_elsewhere or teacher.prefetch_steps:
+        return []
+    return [
+        f"teacher.placement {spec.name} and teacher.prefetch_steps 0: student and teacher wait for each other; with 1 "
+        "or more they compute at the same time"
+    ]
+
+
 def why_not_compiled(teacher: Teacher, under_deepspeed: bool) -> str:
     """Why the teacher's blocks cannot be compiled, or an empty text. Placement `auto` can, until it is resolved."""
     spec = PLACEMENTS.get(teacher.placement)

@@ -77,9 +77,10 @@ class TeacherQueue:
         self._of_thread = threading.local()
         self._make_stream()
         spec = PLACEMENTS.get(run.placement)
-        self._uses_threads = bool(self._depth) and spec is not None and spec.prefetches_in_thread
-        if self._uses_threads and run.compiles_blocks and not spec.computes_elsewhere:
-            self._uses_threads = not run.task.network.sizes_vary
+        self._uses_threads = False
+        if self._depth and spec is not None and spec.prefetches_in_thread:
+            compiles_here = run.compiles_blocks and not spec.computes_elsewhere
+            self._uses_threads = not (compiles_here and run.task.network.sizes_vary)
         self._threads: ThreadPoolExecutor | None = None
         self._num_returned = 0
         self._updates: deque[Update] = deque()

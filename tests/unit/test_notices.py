@@ -36,3 +36,12 @@ def test_nothing_is_held_out(tmp_path, capsys):
     commands.check(parse(toy_causal_lm.recipe(tmp_path, teacher, data=data, train={"batch_size": 1})), None)
     said = capsys.readouterr().out
     assert "note: data.held_out is 0.05 and nothing is held out (a single document of one row)" in said
+
+
+def test_a_teacher_of_its_own_processes_that_is_not_asked_ahead(make_recipe, capsys):
+    teacher = make_recipe().teacher.model_copy(update={"placement": "dedicated"})
+    commands.check(make_recipe().model_copy(update={"teacher": teacher}), None)
+    assert "note: teacher.placement dedicated and teacher.prefetch_steps 0: student and" in capsys.readouterr().out
+    ahead = teacher.model_copy(update={"prefetch_steps": 1})
+    commands.check(make_recipe().model_copy(update={"teacher": ahead}), None)
+    assert "note: teacher.placement" not in capsys.readouterr().out
