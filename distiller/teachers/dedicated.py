@@ -47,7 +47,7 @@ class DedicatedTeacher(Teacher):
                 stages_dir=setup.stages_dir,
                 num_ranks=ranks.local_world_size,
                 num_threads=torch.get_num_threads(),
-                allows_tf32=torch.backends.cuda.matmul.allow_tf32,
+                allows_tf32=bool(torch.backends.cuda.matmul.allow_tf32),
                 is_deterministic=torch.are_deterministic_algorithms_enabled(),
             )
             for device in devices

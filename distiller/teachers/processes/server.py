@@ -123,7 +123,7 @@ def main(descriptor: int) -> int:
         pipe.send(failure_of(error))
         return 1
     with Listener((HOST, 0), authkey=start.authkey) as listener:
-        pipe.send(Ready(listener.address[1], teacher.memory()))
+        pipe.send(Ready(int(listener.address[1]), teacher.memory()))
         ranks: Any = [listener.accept() for _ in range(start.num_ranks)]
     serve(ranks, teacher, device)
     teacher.close()
