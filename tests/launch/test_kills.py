@@ -26,13 +26,18 @@ pytestmark = pytest.mark.slow
 KILLS = int(os.environ.get("DISTILLER_KILLS", "3"))
 # A run goes on for some steps before it is seen and hit.
 STEPS = 20 * KILLS
-ASKED_AHEAD = "teacher.prefetch_steps=2"
-"""The unbroken run asks its teacher for one update at a time; those that are killed have asked ahead."""
+ASKED_AHEAD = (
+    ("teacher.placement=replicated", "teacher.prefetch_steps=2"),
+    ("teacher.placement=cpu", "teacher.prefetch_steps=1"),
+    ("teacher.placement=dedicated", "teacher.devices=2", "teacher.prefetch_steps=3"),
+)
+"""In turn: asked by the loop's own thread, by another one, and in other processes. The unbroken run asks for one update
+at a time."""
 
 
 @pytest.mark.timeout(300 + 120 * KILLS)
 def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_path):
-    """Half of the moments lie inside a save; a third of the kills hits one rank alone, and the rest all processes."""
+    """Half of the moments lie inside a save. A third of the kills hits one rank alone, and the rest all processes."""
     pipeline = toys.make_pipeline(tmp_path / "pipeline")
     options = {
         "cache_dir": str(tmp_path / "cache"),
@@ -46,7 +51,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
 
     moments, run_dir, done = random.Random(7), tmp_path / "broken", 0
     for kill in range(KILLS):
-        running = begin(config, run_dir, *train, ASKED_AHEAD, "--resume")
+        running = begin(config, run_dir, *train, *ASKED_AHEAD[kill % len(ASKED_AHEAD)], "--resume")
         # By its checkpoints: metrics.jsonl still has lines of the run before, until they are cut off.
         target = min(done + moments.randint(1, 8), STEPS - 1)
         running.wait_until(lambda target=target: newest(run_dir) >= target, 240)
@@ -54,7 +59,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
             saves = run_dir / "checkpoints"
             running.wait_until(lambda saves=saves: bool(list(saves.glob(".*.partial"))), 60)
         time.sleep(moments.uniform(0, 0.1))
-        if kill % 3 == 1:
+        if moments.random() < 1 / 3:
             # It may have ended by itself meanwhile.
             with contextlib.suppress(psutil.NoSuchProcess):
                 os.kill(running.rank(moments.randint(0, 1)), signal.SIGKILL)
@@ -62,7 +67,7 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_it_had_not_been(tmp_pat
         else:
             running.kill_all()
         done = newest(run_dir)
-    result = launch(config, *train, f"output_dir={run_dir}", ASKED_AHEAD, "--resume")
+    result = launch(config, *train, f"output_dir={run_dir}", *ASKED_AHEAD[0], "--resume")
     assert result.code == 0, result.stderr
     toys.assert_same_run(run_dir, tmp_path / "whole", loss_tolerance=0.0, tolerance=0.0)
 
