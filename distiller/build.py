@@ -203,7 +203,9 @@ def _claim_folder(
     finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
     of_task = [] if finished else ranks.all_succeed(lambda: notices_of(task))
-    notices = [] if finished else [*world.notices, *placement_notices(recipe.teacher), *of_task]
+    notices = (
+        [] if finished else [*world.notices, *placement_notices(recipe.teacher, task.needs_live_teacher), *of_task]
+    )
     cached = None
     if recipe.teacher.placement == "cached" and not finished:
         cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, session.num_epochs))

@@ -47,7 +47,7 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
     looked = task.check_samples() if isinstance(task, Checkable) else None
     if warning is not None:
         print(f"warning: {warning}")
-    for notice in (*placement_notices(recipe.teacher), *notices_of(task)):
+    for notice in (*placement_notices(recipe.teacher, task.needs_live_teacher), *notices_of(task)):
         print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")

@@ -151,6 +151,7 @@ class Setup:
         reserved_bytes: of each rank's device, for the student's state and the teacher's replicated output layer.
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
+        alternatives: the placements that a refusal may propose; None = all.
         stages_dir: where quantised weights are kept that are read again for every update; None where none are.
         gpu_bytes: placement -> bytes that it would take on a GPU, of those that may run here, fastest first; empty
             until the placement is resolved.
@@ -164,6 +165,7 @@ class Setup:
     reserved_host_bytes: int = 0
     compile_mode: str = "none"
     stages_dir: Path | StageFolders | None = None
+    alternatives: tuple[str, ...] | None = None
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -10,12 +10,12 @@ from typing import final
 import torch
 
 from distiller.config.placements.dedicated import DedicatedOptions
-from distiller.distributed.ranks import Ranks
-from distiller.errors import UserError
+from distiller.errors import RunError, UserError
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
 from distiller.teachers.processes.channel import Channel
 from distiller.teachers.processes.messages import Start
 from distiller.teachers.processes.supervision import Address, TeacherProcesses, new_authkey
+from distiller.teachers.weights.gpu_copy import check_same_gpus
 
 HOST = "127.0.0.1"
 
@@ -27,12 +27,15 @@ class DedicatedTeacher(Teacher):
     The machine's first rank starts them and waits for their end. Requests go to the processes in turn: all hold the
     same weights and run each request by itself, so it does not matter which one answers. Only loading communicates
     between ranks. `predict` may be called by several threads: updates that different processes answer are answered at
-    the same time.
+    the same time. On Linux the processes end with the thread that opens the teacher.
     """
 
     def __init__(self, network: Network, setup: Setup) -> None:
         options, ranks = DedicatedOptions.of(setup.options), setup.ranks
-        used = ranks.gather_on_node(str(ranks.device))
+        if ranks.device.type == "cuda":
+            # Memory is opened by the number of its GPU.
+            check_same_gpus(ranks)
+        used = ranks.gather_on_node(_name(ranks.device))
         devices = ranks.all_succeed(lambda: choose_devices(options, ranks.device, used))
         authkey = ranks.broadcast_from_local_main(new_authkey)
         inside = setup.options.model_copy(update={"placement": options.inner, "prefetch_steps": 0})
@@ -45,17 +48,26 @@ class DedicatedTeacher(Teacher):
                 device=device,
                 compile_mode=setup.compile_mode,
                 stages_dir=setup.stages_dir,
+                reserved_bytes=setup.reserved_bytes * used.count(device) if device != "cpu" else 0,
                 num_ranks=ranks.local_world_size,
+                is_first=ranks.is_main and number == 0,
                 num_threads=torch.get_num_threads(),
                 allows_tf32=bool(torch.backends.cuda.matmul.allow_tf32),
                 is_deterministic=torch.are_deterministic_algorithms_enabled(),
             )
-            for device in devices
+            for number, device in enumerate(devices)
         ]
-        self._processes = ranks.all_succeed(lambda: TeacherProcesses.start(starts) if ranks.is_local_main else None)
-        addresses = ranks.broadcast_from_local_main(lambda: self._processes.addresses if self._processes else [])
+        self._processes: TeacherProcesses | None = None
+        self._channels: list[Channel] = []
+        try:
+            ranks.all_succeed(lambda: self._start(starts) if ranks.is_local_main else None)
+            addresses = ranks.broadcast_from_local_main(lambda: self._processes.addresses if self._processes else [])
+            ranks.all_succeed(lambda: self._connect(addresses, authkey, ranks.device))
+        except BaseException:
+            # Another machine's may have failed: this one's must not wait for ranks that never come.
+            self._abandon()
+            raise
         self._memory = TeacherMemory(host_bytes=sum(address.memory.host_bytes for address in addresses))
-        self._channels = ranks.all_succeed(lambda: _connect(addresses, authkey, ranks))
         # Ranks begin with different processes.
         self._next, self._lock = ranks.local_rank % len(devices), threading.Lock()
 
@@ -76,11 +88,25 @@ class DedicatedTeacher(Teacher):
             # In one order in all threads, so that none waits for another that waits for it.
             for number in sorted(shares):
                 held.enter_context(self._channels[number].lock)
+            try:
+                for number in sorted(shares):
+                    self._channels[number].send([requests[i] for i in shares[number]])
+            except BaseException:
+                # Answers to what was sent already would be taken for those to the next question.
+                self._abandon()
+                raise
+            errors: list[RunError] = []
             for number in sorted(shares):
-                self._channels[number].send([requests[i] for i in shares[number]])
-            for number in sorted(shares):
-                for i, outputs in zip(shares[number], self._channels[number].receive(), strict=True):
-                    results[i] = outputs
+                # All are read, or what is left would be taken for the answer to the next question.
+                try:
+                    answers = self._channels[number].receive()
+                except RunError as error:
+                    errors.append(error)
+                else:
+                    for i, outputs in zip(shares[number], answers, strict=True):
+                        results[i] = outputs
+        if errors:
+            raise errors[0]
         return results
 
     def memory(self) -> TeacherMemory:
@@ -92,6 +118,20 @@ class DedicatedTeacher(Teacher):
         if self._processes is not None:
             self._processes.close()
         self._channels, self._memory = [], TeacherMemory()
+
+    def _start(self, starts: Sequence[Start]) -> None:
+        self._processes = TeacherProcesses.start(starts)
+
+    def _connect(self, addresses: Sequence[Address], authkey: bytes, device: torch.device) -> None:
+        for number, address in enumerate(addresses):
+            name = f"the teacher's process {number} on {address.device}"
+            self._channels.append(Channel((HOST, address.port), authkey, name, device))
+
+    def _abandon(self) -> None:
+        for channel in self._channels:
+            channel.close()
+        if self._processes is not None:
+            self._processes.kill()
 
 
 def choose_devices(options: DedicatedOptions, device: torch.device, used: Sequence[str]) -> list[str]:
@@ -127,8 +167,6 @@ def choose_gpus(options: DedicatedOptions, num_gpus: int, used: Sequence[str]) -
     return free[-options.devices :]
 
 
-def _connect(addresses: Sequence[Address], authkey: bytes, ranks: Ranks) -> list[Channel]:
-    return [
-        Channel((HOST, address.port), authkey, f"the teacher's process {number} on {address.device}", ranks.device)
-        for number, address in enumerate(addresses)
-    ]
+def _name(device: torch.device) -> str:
+    """With the GPU's number, which a process that is alone may leave out."""
+    return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)

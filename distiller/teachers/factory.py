@@ -35,6 +35,7 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
         name: footprint
         for name, footprint in needs.items()
         if may_run(options, name, ranks.world_size, setup.under_deepspeed)
+        and (setup.alternatives is None or name in setup.alternatives)
     }
     pack_devices = device_packing(network, setup) if budget.gpu is not None else None
 

@@ -47,10 +47,13 @@ def check_placement(teacher: Teacher, num_processes: int, under_deepspeed: bool)
         )
 
 
-def placement_notices(teacher: Teacher) -> list[str]:
-    """What a user should know of the placement before training starts, a line each."""
+def placement_notices(teacher: Teacher, is_asked: bool) -> list[str]:
+    """What a user should know of the placement before training starts, a line each.
+
+    `is_asked`: whether the run asks its teacher while it trains.
+    """
     spec = PLACEMENTS.get(teacher.placement)
-    if spec is None or not spec.computes_elsewhere or teacher.prefetch_steps:
+    if spec is None or not spec.computes_elsewhere or teacher.prefetch_steps or not is_asked:
         return []
     return [
         f"teacher.placement {spec.name} and teacher.prefetch_steps 0: student and teacher wait for each other; with 1 "

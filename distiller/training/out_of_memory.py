@@ -88,9 +88,11 @@ def explain(message: str, run: Run, place: str, prefetched_bytes: int) -> str:
 def situation_of(run: Run, prefetched_bytes: int) -> Situation:
     """What the run holds on this rank's GPU."""
     recipe, options, spec = run.recipe, run.recipe.teacher, PLACEMENTS.get(run.placement)
-    # Ranks read each other's GPUs under a device map, and where they share transfers; segments cannot be expanded then.
+    # Processes read each other's GPUs under a device map, where ranks share transfers, and where the teacher has
+    # processes of its own; segments cannot be expanded then.
     shares_memory = spec is not None and (spec.uses_device_map or spec.name == "streamed")
     shares_memory = shares_memory and run.ranks.local_world_size > 1
+    shares_memory = shares_memory or (spec is not None and spec.computes_elsewhere)
     allocator = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "") + os.environ.get("PYTORCH_ALLOC_CONF", "")
     return Situation(
         placement=None if run.teacher is None else run.placement,

@@ -168,8 +168,9 @@ class TeacherQueue:
     def _make_stream(self) -> None:
         """The calling thread's stream, which it begins with. None on a CPU, and without prefetching."""
         if self._depth and self._device.type == "cuda":
-            torch.cuda.set_device(self._device)
             self._of_thread.stream = torch.cuda.Stream(self._device, priority=-1)
+            # The stream's device has a number, which the process's own may lack.
+            torch.cuda.set_device(self._of_thread.stream.device)
             self._streams.append(self._of_thread.stream)
 
     @property

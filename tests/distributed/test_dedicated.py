@@ -16,12 +16,15 @@ import psutil
 import pytest
 import torch
 
+from distiller import commands
+from distiller.config.loading import parse
 from distiller.config.placements.dedicated import DedicatedOptions
 from distiller.config.teacher import Teacher as Options
 from distiller.errors import RunError, UserError
 from distiller.teachers import Request
 from distiller.teachers.dedicated import choose_gpus
 from distiller.teachers.factory import open_teacher
+from tests import classifiers, toy_causal_lm, toys
 from tests.distributed.ranks import on_ranks
 from tests.placement_contract import IN_PROCESSES, answers, answers_of_cases, open_case, requests_of
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -126,6 +129,44 @@ def test_all_outputs_and_modules_travel(teacher, weights):
     for mine, expected in zip(teacher.predict(requests), plain.predict(requests), strict=True):
         assert mine.keys() == expected.keys()
         assert all(torch.equal(mine[name], expected[name]) for name in mine)
+
+
+def test_a_failed_question_leaves_no_answer_behind(weights, capfd):
+    """One of two processes fails; what the other one said to that question is not the answer to the next one."""
+    plain = open_teacher(ToyNetwork(weights, 1), setup())
+    teacher = open_teacher(FailingNetwork(weights, 1), setup(placement="dedicated", devices=2))
+    try:
+        with pytest.raises(RunError, match="thirteen"):
+            teacher.predict([request_of(13), request_of(1)])
+        requests = [request_of(2), request_of(3)]
+        for mine, expected in zip(teacher.predict(requests), plain.predict(requests), strict=True):
+            assert torch.equal(mine["output"], expected["output"])
+    finally:
+        teacher.close()
+
+
+def language_recipe(folder: Path) -> dict[str, Any]:
+    return toy_causal_lm.recipe(folder, toy_causal_lm.save_model(folder / "teacher"))
+
+
+def classifier_recipe(folder: Path) -> dict[str, Any]:
+    config = classifiers.resnet_config()
+    teacher = classifiers.save_classifier(folder / "teacher", config)
+    return classifiers.recipe(folder, teacher, classifiers.save_pictures(folder / "pictures", 4), config)
+
+
+@pytest.mark.parametrize("make_recipe", [language_recipe, classifier_recipe])
+def test_networks_of_other_tasks_reach_the_process(tmp_path, make_recipe):
+    """They are sent there: with configs, tokenizers, and what finds their files."""
+    losses, given = [], make_recipe(tmp_path)
+    for placement in ("replicated", "dedicated"):
+        given["output_dir"] = str(tmp_path / placement)
+        given["teacher"]["placement"] = placement
+        given["train"] |= {"max_steps": 3, "log_every": 1, "batch_size": 2}
+        commands.train(parse(given), resume=False)
+        losses.append([line["loss"] for line in toys.read_metrics(tmp_path / placement)])
+    assert losses[0] == losses[1]
+    assert servers() == []
 
 
 def test_memory_is_that_of_all_processes(teacher, weights):

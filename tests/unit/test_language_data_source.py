@@ -88,6 +88,7 @@ def test_more_documents_change_no_choice_and_something_is_always_on_both_sides()
     assert 60 < len(many) < 140
     assert len(held_out_documents(3, 1e-9)) == 1
     assert len(held_out_documents(3, 1 - 1e-9)) == 2
+    assert len(held_out_documents(2, 1e-9)) == len(held_out_documents(2, 1 - 1e-9)) == 1
     # The document with the highest hash is the one to train on, here the last.
     assert held_out_documents(6, 1 - 1e-9) == {0, 1, 2, 3, 4}
     assert held_out_documents(1, 0.5) == held_out_documents(50, 0.0) == set()

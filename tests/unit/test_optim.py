@@ -5,6 +5,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from distiller.config.recipe import Optim
 from distiller.student_state.moving_average import average_unless
@@ -18,6 +20,26 @@ def test_an_average_of_several_dtypes(is_skipped):
     average_unless(averages, [torch.full((3,), 4.0, dtype=dtype) for dtype in dtypes], 0.25, torch.tensor(is_skipped))
     assert [average.tolist() for average in averages] == [[2.0 if is_skipped else 2.5] * 3] * 4
     assert [average.dtype for average in averages] == list(dtypes)
+
+
+class NewElements(TorchDispatchMode):
+    """Counts the elements of what the operations within it return; those in place return nothing."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        self.count += sum(tensor.numel() for tensor in tree_leaves(output) if isinstance(tensor, torch.Tensor))
+        return output
+
+
+def test_an_average_takes_no_memory_for_copies_of_the_weights():
+    averages, values = ([torch.full((1000,), number) for _ in range(2)] for number in (2.0, 4.0))
+    is_skipped = torch.tensor(0.0)
+    with NewElements() as new:
+        average_unless(averages, values, 0.25, is_skipped)
+    assert averages[1][0] == 2.5
+    assert new.count < 1000
 
 
 @pytest.mark.parametrize("num_ranks", [0, 1, 2])

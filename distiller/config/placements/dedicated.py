@@ -9,6 +9,9 @@ from pydantic import Field
 from distiller.config.placements.base import Footprint, PlacementOptions, PlacementSpec, Sizes, SupportRow, World
 from distiller.config.sections import NonNegative, Positive
 
+INNER = ("replicated", "streamed", "disk")
+"""The values of `teacher.inner`."""
+
 
 class DedicatedOptions(PlacementOptions):
     """Which GPUs of each machine, and how a process on one of them holds the teacher."""

@@ -108,10 +108,7 @@ def find_model(
         fetch = partial(Path, root)
     else:
         check_listed(listed_files(path, revision), prefix, TRANSFORMERS_NAME, origin)
-
-        def fetch() -> Path:
-            return download(section, path, revision, [f"{prefix}*.safetensors", f"{prefix}*.json"]) / prefix
-
+        fetch = partial(_download_weights, section, path, revision, prefix)
     spec = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
     if not is_hub:
@@ -122,6 +119,10 @@ def find_model(
         names = stored_names(path, revision, root, prefix)
         spec = tied_as_stored(spec, names, lambda: transformers_files(fetch(), origin), origin)
     return LanguageFiles(origin, root, spec, read_tokenizer(root, trusts_code), fetch, stages_dir)
+
+
+def _download_weights(section: str, path: str, revision: str | None, prefix: str) -> Path:
+    return download(section, path, revision, [f"{prefix}*.safetensors", f"{prefix}*.json"]) / prefix
 
 
 def read_config(file: Path, origin: str, trusts_code: bool) -> Any:

@@ -44,6 +44,11 @@ def lay_out(tensors: Iterable[Tensor]) -> tuple[list[TensorSpec], int]:
     return specs, offset
 
 
+def grown(old_bytes: int, num_bytes: int) -> int:
+    """Bytes of a new buffer that holds so many; half as many more than the old one at least: sizes may creep up."""
+    return max(num_bytes, old_bytes + old_bytes // 2)
+
+
 @final
 class SharedBuffer:
     """Bytes on one device, made by one process and mapped by another one.
@@ -75,16 +80,16 @@ class SharedBuffer:
     @staticmethod
     def open(handle: Any) -> SharedBuffer:
         """Memory of another process. Raises RunError where the system does not let this process map it."""
-        if callable(handle[0]):
-            rebuild, arguments = handle
-            return SharedBuffer(rebuild(*arguments), handle)
-        path, num_bytes = handle
         try:
+            if callable(handle[0]):
+                rebuild, arguments = handle
+                return SharedBuffer(rebuild(*arguments), handle)
+            path, num_bytes = handle
             descriptor = os.open(path, os.O_RDWR)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             raise RunError(
-                f"teacher.placement=dedicated: memory of the teacher's process cannot be opened ({error}); choose "
-                "another placement"
+                f"teacher.placement=dedicated: a rank cannot map memory of the teacher's process ({error}); unset "
+                "expandable_segments, or choose another placement"
             ) from error
         try:
             return SharedBuffer(_mapped(descriptor, num_bytes), handle)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Client, Connection
@@ -40,6 +43,8 @@ class Channel:
         Raises RunError where the process has ended or has no memory for them.
         """
         tensors = [tensor for request in requests for tensor in request.inputs.values()]
+        # A copy from elsewhere would be on another stream than the one that is waited for.
+        assert all(tensor.device.type == self._device.type for tensor in tensors)
         specs, num_bytes = lay_out(tensors)
         if self._inputs is None or self._inputs.num_bytes < num_bytes:
             self._inputs = None
@@ -51,12 +56,13 @@ class Channel:
         parts = [
             QuestionPart(r.sample_ids, {name: next(places) for name in r.inputs}, r.wanted, r.modules) for r in requests
         ]
-        self._send(Question(tuple(parts)))
+        self._send(Question(tuple(parts), 0 if self._outputs is None else self._outputs.num_bytes))
 
     def receive(self) -> list[Outputs]:
-        """Outputs of the requests that were sent last, on this rank's device; on a GPU its current stream copies them.
+        """Outputs of the requests that were sent last, on this rank's device. The host waits until they are copied.
 
-        Raises RunError where the process has failed or ended.
+        Only then may another thread, on a stream of its own, send what the next outputs overwrite these with. Raises
+        RunError where the process has failed or ended.
         """
         answer = self._receive(Answer)
         if answer.new_buffer is not None:
@@ -68,23 +74,31 @@ class Channel:
             views = self._outputs.views(list(places.values()))
             copies = [view.to(self._device, non_blocking=True, copy=True) for view in views]
             results.append(dict(zip(places, copies, strict=True)))
+        finish_copies(self._device)
         return results
 
     def close(self) -> None:
-        """Ends the connection; the process ends when all ranks have done so."""
-        self._connection.close()
+        """Ends the connection, also for a thread that waits for an answer. Once all ranks have, the process ends.
+
+        Not only this descriptor is closed: processes that were forked since, such as loader processes, have copies.
+        """
         self._inputs = self._outputs = None
+        if not self._connection.closed:
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
 
     def _send(self, message: Any) -> None:
         try:
             self._connection.send(message)
-        except OSError as error:
+        except (OSError, ValueError) as error:
             raise self._gone() from error
 
     def _receive(self, kind: type[MessageT]) -> MessageT:
         try:
             message = self._connection.recv()
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, TypeError) as error:
+            # TypeError: another thread has closed the connection.
             raise self._gone() from error
         if isinstance(message, Failure):
             raise RunError(f"{self._name}: {message.text}")

@@ -26,7 +26,9 @@ class Start:
         authkey: with which ranks prove that they belong to the run.
         options: with the placement that the teacher has in this process.
         device: where it computes, by its name.
+        reserved_bytes: of the device, for the students of ranks that train on it.
         num_ranks: that will ask it.
+        is_first: whether it says for all processes what is chosen while the teacher is loaded.
         num_threads, allows_tf32, is_deterministic: torch's settings, as the ranks have them.
     """
 
@@ -37,7 +39,9 @@ class Start:
     device: str
     compile_mode: str
     stages_dir: Path | StageFolders | None
+    reserved_bytes: int
     num_ranks: int
+    is_first: bool
     num_threads: int
     allows_tf32: bool
     is_deterministic: bool
@@ -91,9 +95,14 @@ class QuestionPart:
 @final
 @dataclass(frozen=True)
 class Question:
-    """Requests whose inputs lie in the buffer for inputs."""
+    """Requests whose inputs lie in the buffer for inputs.
+
+    Attributes:
+        known_bytes: of the buffer for outputs that the rank has mapped; 0 without one.
+    """
 
     parts: tuple[QuestionPart, ...]
+    known_bytes: int
 
 
 @final

@@ -1,31 +1,29 @@
 """A process of the teacher: holds the weights and answers the machine's ranks until they have gone.
 
-`python -m distiller.teachers.processes.server DESCRIPTOR`, started by `TeacherProcesses`; the open descriptor is one
-end of a pipe, through which come the import path and a `Start`, and goes `Ready` or `Failure`.
+Started by `TeacherProcesses` through `distiller.distributed.child_process`. The argument is an open descriptor: one end
+of a pipe, through which come the import path and a `Start`, and goes `Ready` or `Failure`.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import pickle
 import sys
 import traceback
+from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener, wait
 from typing import Any, final
 
-from distiller.distributed.process import live_as_long_as_parent, prepare_environment
-
-if __name__ == "__main__":
-    prepare_environment()
-    # Before anything that takes time: a signal for the launcher's whole group is the rank's to handle.
-    live_as_long_as_parent()
-
 import torch
 
+from distiller.config.placements.dedicated import INNER
 from distiller.distributed.devices import quiet_libraries, set_tf32
 from distiller.distributed.ranks import Ranks
 from distiller.errors import RunError, UserError
 from distiller.teachers.base import Request, Setup, Teacher
 from distiller.teachers.factory import open_teacher
-from distiller.teachers.processes.buffers import SharedBuffer, finish_copies, lay_out
+from distiller.teachers.processes.buffers import SharedBuffer, finish_copies, grown, lay_out
 from distiller.teachers.processes.messages import Answer, Failure, NeedBuffer, NewBuffer, Question, Ready, Start
 
 HOST = "127.0.0.1"
@@ -47,8 +45,8 @@ class Desk:
             if isinstance(message, Question):
                 return self._answer(message)
             # The old one is freed first.
-            self._inputs = None
-            self._inputs = SharedBuffer.make(message.num_bytes, self._device)
+            old_bytes, self._inputs = 0 if self._inputs is None else self._inputs.num_bytes, None
+            self._inputs = SharedBuffer.make(grown(old_bytes, message.num_bytes), self._device)
             return NewBuffer(self._inputs.handle)
         except Exception as error:
             traceback.print_exc()
@@ -62,10 +60,11 @@ class Desk:
             requests.append(Request(part.sample_ids, inputs, part.wanted, part.modules))
         answers = self._teacher.predict(requests)
         specs, num_bytes = lay_out([tensor for outputs in answers for tensor in outputs.values()])
-        new_buffer = None
-        if self._outputs is None or self._outputs.num_bytes < num_bytes:
+        new_buffer, old_bytes = None, 0 if self._outputs is None else self._outputs.num_bytes
+        # The rank says what it has: it may have failed to open the buffer of the last answer.
+        if self._outputs is None or question.known_bytes != old_bytes or old_bytes < num_bytes:
             self._outputs = None
-            self._outputs = SharedBuffer.make(num_bytes, self._device)
+            self._outputs = SharedBuffer.make(grown(old_bytes, num_bytes), self._device)
             new_buffer = self._outputs.handle
         self._outputs.write(specs, [tensor for outputs in answers for tensor in outputs.values()])
         finish_copies(self._device)
@@ -102,18 +101,37 @@ def open_started(start: Start) -> tuple[Teacher, torch.device]:
     torch.use_deterministic_algorithms(start.is_deterministic, warn_only=True)
     torch.set_num_threads(start.num_threads)
     quiet_libraries()
-    alone = Ranks(device, 0, 1, 0, 1, None, None)
-    mode, folder = start.compile_mode, start.stages_dir
-    setup = Setup(start.dtype, start.options, alone, compile_mode=mode, stages_dir=folder)
-    return open_teacher(start.network, setup), device
+    setup = Setup(
+        start.dtype,
+        start.options,
+        Ranks(device, 0, 1, 0, 1, None, None),
+        reserved_bytes=start.reserved_bytes,
+        compile_mode=start.compile_mode,
+        stages_dir=start.stages_dir,
+        alternatives=INNER,
+    )
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:
+        # What is chosen is the same in all processes: one of them says it.
+        said = contextlib.nullcontext() if start.is_first else contextlib.redirect_stdout(nowhere)
+        with said:
+            return open_teacher(start.network, setup), device
 
 
-def main(descriptor: int) -> int:
+def accept(listener: Listener, num_ranks: int) -> list[Connection]:
+    """A connection to each rank; others of this machine that do not know the run's secret are turned away."""
+    ranks: list[Any] = []
+    while len(ranks) < num_ranks:
+        with contextlib.suppress(AuthenticationError, *GONE):
+            ranks.append(listener.accept())
+    return ranks
+
+
+def main(descriptor: str) -> int:
     """Runs the process; returns its exit code."""
-    pipe: Any = Connection(descriptor)
-    sys.path[:] = pipe.recv()
+    pipe: Any = Connection(int(descriptor))
     try:
-        start: Start = pipe.recv()
+        sys.path[:] = pickle.loads(pipe.recv_bytes())
+        start: Start = pickle.loads(pipe.recv_bytes())
         teacher, device = open_started(start)
     except GONE:
         return 1
@@ -122,13 +140,9 @@ def main(descriptor: int) -> int:
             traceback.print_exc()
         pipe.send(failure_of(error))
         return 1
-    with Listener((HOST, 0), authkey=start.authkey) as listener:
+    with Listener((HOST, 0), backlog=start.num_ranks, authkey=start.authkey) as listener:
         pipe.send(Ready(int(listener.address[1]), teacher.memory()))
-        ranks: Any = [listener.accept() for _ in range(start.num_ranks)]
+        ranks = accept(listener, start.num_ranks)
     serve(ranks, teacher, device)
     teacher.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1])))

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import pickle
 import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, final
 
+from distiller.distributed.child_process import command
 from distiller.errors import RunError, UserError
 from distiller.teachers.base import TeacherMemory
 from distiller.teachers.processes.messages import Failure, Ready, Start
@@ -20,8 +23,11 @@ from distiller.teachers.processes.messages import Failure, Ready, Start
 END_S = 30
 """How long a process has to end by itself once all ranks have gone."""
 
-LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_", "LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "ACCELERATE_", "FSDP_")
-"""How variables begin with which a launcher tells a process that it is one of several ranks."""
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHERS += ("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT")
+"""Variables with which a launcher tells a process that it is one of several ranks."""
+PREFIXES = ("TORCHELASTIC_", "ACCELERATE_", "FSDP_")
+"""How others begin."""
 
 
 @final
@@ -50,14 +56,23 @@ class TeacherProcesses:
             UserError: one of them refused to load it; before it has read a weight.
             RunError: one of them failed or ended.
         """
-        running, pipes, addresses = [], [], []
+        # Before any is started: what cannot be sent is found out here.
+        sent = [pickle.dumps(start) for start in starts]
+        running: list[subprocess.Popen[bytes]] = []
+        pipes: dict[Connection, int] = {}
+        addresses: dict[int, Address] = {}
         try:
-            for start in starts:
-                process, pipe = _launch(start)
+            for number, content in enumerate(sent):
+                process, pipe = _launch(content)
                 running.append(process)
-                pipes.append(pipe)
-            for start, process, pipe in zip(starts, running, pipes, strict=True):
-                addresses.append(_wait_until_ready(start.device, process, pipe))
+                pipes[pipe] = number
+            while len(addresses) < len(starts):
+                waiting = [pipe for pipe, number in pipes.items() if number not in addresses]
+                # In the order in which they answer: one that fails need not wait for the others.
+                for pipe in wait(waiting):
+                    assert isinstance(pipe, Connection)
+                    number = pipes[pipe]
+                    addresses[number] = _read_answer(starts[number].device, running[number], pipe)
         except BaseException:
             for process in running:
                 process.kill()
@@ -66,13 +81,20 @@ class TeacherProcesses:
         finally:
             for pipe in pipes:
                 pipe.close()
-        return TeacherProcesses(running, addresses)
+        return TeacherProcesses(running, [addresses[number] for number in range(len(starts))])
+
+    def kill(self) -> None:
+        """Ends the processes at once."""
+        for process in self._running:
+            process.kill()
+            process.wait()
 
     def close(self) -> None:
         """Waits until the processes have ended, which they do when all ranks have closed their connections."""
+        limit = time.monotonic() + END_S
         for process in self._running:
             with suppress(subprocess.TimeoutExpired):
-                process.wait(END_S)
+                process.wait(max(limit - time.monotonic(), 0.1))
             process.kill()
             process.wait()
 
@@ -82,15 +104,15 @@ def new_authkey() -> bytes:
     return secrets.token_bytes(32)
 
 
-def _launch(start: Start) -> tuple[subprocess.Popen[bytes], Connection]:
+def _launch(start: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
-    command = [sys.executable, "-m", "distiller.teachers.processes.server", str(theirs.fileno())]
+    kept = [name for name in os.environ if name not in LAUNCHERS and not name.startswith(PREFIXES)]
+    environment = {name: os.environ[name] for name in kept}
     # For the import of this package itself; all other imports come after the whole path has been sent.
     package_parent = os.path.dirname(os.path.dirname(sys.modules["distiller"].__file__ or ""))
     paths = [package_parent, *filter(None, [environment.get("PYTHONPATH")])]
     process = subprocess.Popen(
-        command,
+        command("distiller.teachers.processes.server", str(theirs.fileno())),
         env=environment | {"PYTHONPATH": os.pathsep.join(paths)},
         pass_fds=(theirs.fileno(),),
         stdin=subprocess.DEVNULL,
@@ -98,12 +120,12 @@ def _launch(start: Start) -> tuple[subprocess.Popen[bytes], Connection]:
     theirs.close()
     with suppress(OSError):
         # It may have ended: then it is found out where its answer is waited for.
-        ours.send(sys.path)
-        ours.send(start)
+        ours.send_bytes(pickle.dumps(sys.path))
+        ours.send_bytes(start)
     return process, ours
 
 
-def _wait_until_ready(device: str, process: subprocess.Popen[bytes], pipe: Connection) -> Address:
+def _read_answer(device: str, process: subprocess.Popen[bytes], pipe: Connection) -> Address:
     where = f"the teacher's process on {device}"
     try:
         message: Any = pipe.recv()
