@@ -107,9 +107,9 @@ def answers(
 
 
 def answers_of_cases(
-    folder: Path, cases: list[str], dtype: str, on_gpu: bool = False, **options: Any
+    folder: Path, cases: list[str], dtype: str, on_gpu: bool = False, modules: tuple[int, ...] = (1, 2), **options: Any
 ) -> dict[str, Any]:
-    """Every case's answers on this rank, for one and two modules, or the traceback of what went wrong.
+    """Every case's answers on this rank, for such numbers of modules, or the traceback of what went wrong.
 
     `options` are more keys of the recipe's `teacher`, for all cases.
 
@@ -121,7 +121,7 @@ def answers_of_cases(
     state = PartialState(cpu=not on_gpu)
     device = str(state.device) if on_gpu else "cpu"
     for case in cases:
-        for num_modules in (1, 2):
+        for num_modules in modules:
             try:
                 before = torch.cuda.memory_allocated() if on_gpu else 0
                 teacher = open_case(case, ToyNetwork(folder, num_modules), getattr(torch, dtype), device, **options)

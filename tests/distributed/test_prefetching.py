@@ -20,7 +20,6 @@ ALONE = ("replicated", "cpu", "streamed", "disk")
 TOGETHER = (
     *("replicated", "cpu", "streamed", "streamed, shared transfers", "disk", "balanced", "sequential"),
     *("custom, spread", "rank0", "rank0, the last rank", "sharded", "sharded, offloaded"),
-    "dedicated, two processes",
 )
 DEPTHS = (1, 3, 9)
 """Updates ahead; the runs have five."""
@@ -62,6 +61,17 @@ def test_runs_are_the_same(trained, case, world_size, depth):
     assert_same(trained, case, world_size, depth)
 
 
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.thorough), 3])
+def test_a_run_with_a_teacher_in_processes_of_its_own_is_the_same(trained, tmp_path, depth):
+    """They take seconds to start."""
+    case, weights = "dedicated, two processes", save_toy(tmp_path / "toy")
+    found = on_ranks(2, train_cases, weights, tmp_path, [case], 4, [2], depth, True, timeout_s=300)[0][f"{case} 2"]
+    assert not isinstance(found, str), found
+    losses, student = trained(2, 0)["replicated 2"]
+    assert found[0] == losses
+    assert np.array_equal(found[1], student)
+
+
 def test_every_placement_that_can_be_asked_ahead_is():
     can = {spec.name for spec in PLACEMENTS.values() if not spec.why_not_prefetched}
-    assert {placement_of(case) for case in TOGETHER} == can
+    assert {placement_of(case) for case in TOGETHER} | {"dedicated"} == can
