@@ -84,10 +84,11 @@ class DedicatedTeacher(Teacher):
         for i in range(len(requests)):
             shares.setdefault((first + i) % len(self._channels), []).append(i)
         results: list[Outputs] = [{} for _ in requests]
-        with ExitStack() as held:
+        with ExitStack() as all_held:
+            held = {number: all_held.enter_context(ExitStack()) for number in sorted(shares)}
             # In one order in all threads, so that none waits for another that waits for it.
-            for number in sorted(shares):
-                held.enter_context(self._channels[number].lock)
+            for number, lock in held.items():
+                lock.enter_context(self._channels[number].lock)
             try:
                 for number in sorted(shares):
                     self._channels[number].send([requests[i] for i in shares[number]])
@@ -105,6 +106,8 @@ class DedicatedTeacher(Teacher):
                 else:
                     for i, outputs in zip(shares[number], answers, strict=True):
                         results[i] = outputs
+                # Another thread's update may use this process while the others still answer.
+                held[number].close()
         if errors:
             raise errors[0]
         return results

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,8 +72,13 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
             )
         self._source = PictureSource(recipe, self._files.labels, self._processor)
         self._trained = TrainedTeacher(recipe, self._files, self._processor, self._source) if trains_teacher else None
+        # Not a method of the task: the network may be sent to another process, without the names of all pictures.
+        files = partial(converted_files, self._files, stages_dir=recipe.stages_dir)
         self.network = ClassifierNetwork(
-            self._files.config, self._files.structure, self._files.source, self._weight_files
+            self._files.config,
+            self._files.structure,
+            self._files.source,
+            files if self._trained is None else self._trained_weight_files,
         )
         self.num_samples, self.data_digest = len(self._source.training), self._source.data_digest
         self._objective = Objective(self._losses)
@@ -283,11 +289,10 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
     def _weight_files_of_module(self) -> list[Path]:
         return self.network.weight_files(self.network.module_names[0])
 
-    def _weight_files(self, names: set[str]) -> list[Path]:
-        """The teacher's safetensors files with tensors of these names."""
-        if self._trained is not None:
-            return self._trained.weight_files()
-        return converted_files(self._files, names, self._recipe.stages_dir)
+    def _trained_weight_files(self, names: set[str]) -> list[Path]:
+        del names
+        assert self._trained is not None
+        return self._trained.weight_files()
 
 
 def _num_channels(config: PretrainedConfig) -> int:

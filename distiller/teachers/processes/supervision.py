@@ -62,10 +62,15 @@ class TeacherProcesses:
         pipes: dict[Connection, int] = {}
         addresses: dict[int, Address] = {}
         try:
-            for number, content in enumerate(sent):
-                process, pipe = _launch(content)
+            for number in range(len(starts)):
+                process, pipe = _launch()
                 running.append(process)
                 pipes[pipe] = number
+            for pipe, number in pipes.items():
+                # It may have ended: then it is found out where its answer is waited for.
+                with suppress(OSError):
+                    pipe.send_bytes(pickle.dumps(sys.path))
+                    pipe.send_bytes(sent[number])
             while len(addresses) < len(starts):
                 waiting = [pipe for pipe, number in pipes.items() if number not in addresses]
                 # In the order in which they answer: one that fails need not wait for the others.
@@ -104,7 +109,7 @@ def new_authkey() -> bytes:
     return secrets.token_bytes(32)
 
 
-def _launch(start: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
+def _launch() -> tuple[subprocess.Popen[bytes], Connection]:
     ours, theirs = Pipe()
     kept = [name for name in os.environ if name not in LAUNCHERS and not name.startswith(PREFIXES)]
     environment = {name: os.environ[name] for name in kept}
@@ -118,10 +123,6 @@ def _launch(start: bytes) -> tuple[subprocess.Popen[bytes], Connection]:
         stdin=subprocess.DEVNULL,
     )
     theirs.close()
-    with suppress(OSError):
-        # It may have ended: then it is found out where its answer is waited for.
-        ours.send_bytes(pickle.dumps(sys.path))
-        ours.send_bytes(start)
     return process, ours
 
 
