@@ -53,7 +53,7 @@ def trained(tmp_path_factory):
     return runs_of_all_cases(tmp_path_factory.mktemp, on_gpu=False)
 
 
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", [*DEPTHS[:-1], pytest.param(DEPTHS[-1], marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(
     ("case", "world_size"), [(case, 1) for case in ALONE] + [(case, 2) for case in TOGETHER], ids=str
 )

@@ -28,7 +28,7 @@ def answers_of_quantizations(weights: Path) -> dict[str, dict[str, Any]]:
     return found | {"none": answers_of_cases(weights, ["replicated"], "bfloat16")}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.thorough), 2])
 def test_quantised_placements_give_the_outputs_of_the_quantised_replicated(tmp_path, world_size):
     for rank, found in enumerate(on_ranks(world_size, answers_of_quantizations, save_toy(tmp_path), timeout_s=400)):
         for kind in quantizations():
