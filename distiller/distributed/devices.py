@@ -15,6 +15,13 @@ def best_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def with_index(device: torch.device) -> torch.device:
+    """The device with its index, which a single process may have left out (`cuda`)."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def has_bfloat16(device: torch.device) -> bool:
     """Whether the GPU computes in bfloat16 without emulation (compute capability 8.0); False on the CPU."""
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)

@@ -10,14 +10,13 @@ from typing import final
 import torch
 
 from distiller.config.placements.dedicated import DedicatedOptions
+from distiller.distributed.devices import with_index
 from distiller.errors import RunError, UserError
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory
 from distiller.teachers.processes.channel import Channel
-from distiller.teachers.processes.messages import Start
+from distiller.teachers.processes.messages import HOST, Start
 from distiller.teachers.processes.supervision import Address, TeacherProcesses, new_authkey
 from distiller.teachers.weights.gpu_copy import check_same_gpus
-
-HOST = "127.0.0.1"
 
 
 @final
@@ -35,7 +34,7 @@ class DedicatedTeacher(Teacher):
         if ranks.device.type == "cuda":
             # Memory is opened by the number of its GPU.
             check_same_gpus(ranks)
-        used = ranks.gather_on_node(_name(ranks.device))
+        used = ranks.gather_on_node(str(with_index(ranks.device)))
         devices = ranks.all_succeed(lambda: choose_devices(options, ranks.device, used))
         authkey = ranks.broadcast_from_local_main(new_authkey)
         inside = setup.options.model_copy(update={"placement": options.inner, "prefetch_steps": 0})
@@ -168,8 +167,3 @@ def choose_gpus(options: DedicatedOptions, num_gpus: int, used: Sequence[str]) -
             "is to do both (teacher.devices=[0])"
         )
     return free[-options.devices :]
-
-
-def _name(device: torch.device) -> str:
-    """With the GPU's number, which a process that is alone may leave out."""
-    return f"cuda:{torch.cuda.current_device()}" if device.type == "cuda" and device.index is None else str(device)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from distiller.config.placements.shared_options import FileReadingOptions, PinnedMemoryOptions
 from distiller.config.teacher import Teacher as TeacherOptions
+from distiller.distributed.devices import with_index
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.device_map.device_hooks import DeviceCopies, OnloadedWeights, attach_hooks
 from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
@@ -63,7 +64,7 @@ class DeviceMapTeacher(Teacher):
 
     def __init__(self, network: Network, setup: Setup) -> None:
         """Communicates. Raises UserError before any weight is read."""
-        self._network, self._ranks, self._device = network, setup.ranks, _with_index(setup.ranks.device)
+        self._network, self._ranks, self._device = network, setup.ranks, with_index(setup.ranks.device)
         if self._device.type == "cuda":
             # Every rank computes on all GPUs: what one rank's allocator has cached, such as a text encoder's memory, is
             # not free for the others.
@@ -245,10 +246,3 @@ def pack(plans: Sequence[ModulePlan], make_map: MakeMap, budgets: Mapping[int, i
             elif group.location == "disk" and not allows_disk:
                 unplaced += group.stored.num_bytes
     return Packing(maps, {device: budgets[device] - left[device] for device in budgets}, unplaced, budgets)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The device with its index, which a single process may have left out (`cuda`)."""
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device

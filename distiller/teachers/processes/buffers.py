@@ -12,9 +12,7 @@ from torch import Tensor
 from torch.multiprocessing import reductions
 
 from distiller.errors import RunError
-
-ALIGNMENT = 256
-"""Bytes. Kernels read aligned tensors faster."""
+from distiller.teachers.weights.layout import ALIGNMENT
 
 
 @final
@@ -58,9 +56,9 @@ class SharedBuffer:
         num_bytes: that it holds.
     """
 
-    def __init__(self, data: Tensor, handle: Any) -> None:
-        """Use `make` or `open`."""
-        self._data, self.handle, self.num_bytes = data, handle, len(data)
+    def __init__(self, data: Tensor, handle: Any, descriptor: int = -1) -> None:
+        """Use `make` or `open`. `descriptor`: open as long as this is, so that others can open it too."""
+        self._data, self.handle, self.num_bytes, self._descriptor = data, handle, len(data), descriptor
 
     @staticmethod
     def make(num_bytes: int, device: torch.device) -> SharedBuffer:
@@ -73,9 +71,7 @@ class SharedBuffer:
         descriptor = os.memfd_create("distiller-answers")
         os.ftruncate(descriptor, num_bytes)
         handle = (f"/proc/{os.getpid()}/fd/{descriptor}", num_bytes)
-        buffer = SharedBuffer(_mapped(descriptor, num_bytes), handle)
-        buffer._descriptor = descriptor
-        return buffer
+        return SharedBuffer(_mapped(descriptor, num_bytes), handle, descriptor)
 
     @staticmethod
     def open(handle: Any) -> SharedBuffer:
@@ -111,8 +107,6 @@ class SharedBuffer:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-
-    _descriptor = -1
 
 
 def finish_copies(device: torch.device) -> None:

@@ -16,6 +16,9 @@ from distiller.storage.stage_folders import StageFolders
 from distiller.teachers.base import Network, TeacherMemory
 from distiller.teachers.processes.buffers import TensorSpec
 
+HOST = "127.0.0.1"
+"""Where ranks connect to a process: on the machine itself."""
+
 
 @final
 @dataclass(frozen=True)

@@ -24,9 +24,8 @@ from distiller.errors import RunError, UserError
 from distiller.teachers.base import Request, Setup, Teacher
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.processes.buffers import SharedBuffer, finish_copies, grown, lay_out
-from distiller.teachers.processes.messages import Answer, Failure, NeedBuffer, NewBuffer, Question, Ready, Start
+from distiller.teachers.processes.messages import HOST, Answer, Failure, NeedBuffer, NewBuffer, Question, Ready, Start
 
-HOST = "127.0.0.1"
 GONE = (EOFError, ConnectionError)
 
 
@@ -59,14 +58,15 @@ class Desk:
             inputs = dict(zip(part.inputs, self._inputs.views(list(part.inputs.values())), strict=True))
             requests.append(Request(part.sample_ids, inputs, part.wanted, part.modules))
         answers = self._teacher.predict(requests)
-        specs, num_bytes = lay_out([tensor for outputs in answers for tensor in outputs.values()])
+        tensors = [tensor for outputs in answers for tensor in outputs.values()]
+        specs, num_bytes = lay_out(tensors)
         new_buffer, old_bytes = None, 0 if self._outputs is None else self._outputs.num_bytes
         # The rank says what it has: it may have failed to open the buffer of the last answer.
         if self._outputs is None or question.known_bytes != old_bytes or old_bytes < num_bytes:
             self._outputs = None
             self._outputs = SharedBuffer.make(grown(old_bytes, num_bytes), self._device)
             new_buffer = self._outputs.handle
-        self._outputs.write(specs, [tensor for outputs in answers for tensor in outputs.values()])
+        self._outputs.write(specs, tensors)
         finish_copies(self._device)
         places = iter(specs)
         return Answer(tuple({name: next(places) for name in outputs} for outputs in answers), new_buffer)
@@ -104,7 +104,7 @@ def open_started(start: Start) -> tuple[Teacher, torch.device]:
     setup = Setup(
         start.dtype,
         start.options,
-        Ranks(device, 0, 1, 0, 1, None, None),
+        Ranks.join(device),
         reserved_bytes=start.reserved_bytes,
         compile_mode=start.compile_mode,
         stages_dir=start.stages_dir,
