@@ -5,10 +5,11 @@
     python scripts/mutation.py --only distiller/tasks/losses.py:14      # one line, with what its tests print
 
 A mutation changes one operator, comparison, constant, condition, argument or statement of a module. A process that has
-imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs the group's unit
-tests until one fails. With --all-tests, survivors are run again with all unit tests. Messages, annotations, decorators,
-docstrings, progress bars, limits of memory, arguments that change no value, and what only a GPU or several processes
-run are not changed. Exit code 1 if less than --at-least percent were detected.
+imported the libraries, but nothing of distiller, forks; the fork imports the changed module and runs first those tests
+of the group that execute the changed line, then all of the group's, until one fails. With --all-tests, survivors are
+run again with all unit tests. Messages, annotations, decorators, docstrings, progress bars, limits of memory, arguments
+that change no value, and what only a GPU or several processes run are not changed. Exit code 1 if less than --at-least
+percent were detected.
 """
 
 from __future__ import annotations
@@ -299,26 +300,71 @@ class MutatedFinder(importlib.abc.MetaPathFinder):
 
 def run_tests(mutation: Mutation | None, tests: Sequence[str], quiet: bool, channel: Any) -> None:
     """In a fork: runs the tests with the change and sends pytest's exit code."""
-    import pytest
-
     if quiet:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, 1)
-        os.dup2(null, 2)
+        _say_nothing()
     if mutation is not None:
         sys.meta_path.insert(0, MutatedFinder(mutation))
-    plugins = ["-p", "no:cacheprovider", "-p", "no:xdist", "--assert=plain"]
-    selected = ["-x", "-q", *plugins, "-m", "not slow and not thorough"]
-    channel.send(int(pytest.main([*selected, *tests])))
+    channel.send(_run_pytest(tests))
     channel.close()
     os._exit(0)
 
 
-def outcome(mutation: Mutation | None, tests: Sequence[str], limit_s: float, quiet: bool = True) -> int | None:
-    """Pytest's exit code; None when the tests took longer than that, or the process died."""
+def run_tests_by_line(files: Sequence[Path], tests: Sequence[str], channel: Any) -> None:
+    """In a fork: runs the tests without a change; sends the exit code and {(file, line): ids of tests that run it}."""
+    import coverage
+
+    _say_nothing()
+    executed = coverage.Coverage(data_file=None, include=[str(file) for file in files])
+    executed.start()
+    code = _run_pytest(tests, [ContextOfTest(executed)])
+    executed.stop()
+    data, tests_of = executed.get_data(), {}
+    for file in files:
+        for line, names in data.contexts_by_lineno(str(file.absolute())).items():
+            tests_of[str(file), line] = [name for name in names if name]
+    channel.send((code, tests_of))
+    channel.close()
+    os._exit(0)
+
+
+class ContextOfTest:
+    """A pytest plugin: what is executed counts as the running test's."""
+
+    def __init__(self, executed: Any) -> None:
+        self._executed = executed
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._executed.switch_context(nodeid)
+
+
+def _run_pytest(tests: Sequence[str], plugins: Sequence[object] = ()) -> int:
+    import pytest
+
+    options = [
+        "-x",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "--assert=plain",
+        "-m",
+        "not slow and not thorough",
+    ]
+    return int(pytest.main([*options, *tests], list(plugins)))
+
+
+def _say_nothing() -> None:
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+
+
+def forked(target: Any, *arguments: Any, limit_s: float) -> Any:
+    """What `target(*arguments, channel)` sends from a fork; None when it took longer than that, or the process died."""
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=run_tests, args=(mutation, tests, quiet, sender))
+    process = context.Process(target=target, args=(*arguments, sender))
     process.start()
     sender.close()
     try:
@@ -328,6 +374,11 @@ def outcome(mutation: Mutation | None, tests: Sequence[str], limit_s: float, qui
     finally:
         process.kill()
         process.join()
+
+
+def is_noticed(mutation: Mutation, tests: Sequence[str], limit_s: float, quiet: bool = True) -> bool:
+    """Whether a test fails, or there is no end, with the change."""
+    return forked(run_tests, mutation, tests, quiet, limit_s=limit_s) != 0
 
 
 def main() -> None:
@@ -365,16 +416,20 @@ def main() -> None:
         if not found:
             continue
         began = time.monotonic()
-        if outcome(None, tests, 3600, quiet=options.only is None) != 0:
+        code, tests_of = forked(run_tests_by_line, files, tests, limit_s=3600) or (None, {})
+        if code != 0:
             sys.exit(f"{group}: its tests fail without any change")
-        limit_s = 30 + 4 * (time.monotonic() - began)
+        limit_s, quiet = 30 + 4 * (time.monotonic() - began), options.only is None
         left = []
         for mutation in found:
-            if outcome(mutation, tests, limit_s, quiet=options.only is None) == 0:
+            nearest = tests_of.get((mutation.file, mutation.line))
+            if nearest and is_noticed(mutation, nearest, limit_s, quiet):
+                continue
+            if not is_noticed(mutation, tests, limit_s, quiet):
                 left.append(mutation)
                 print(f"survived: {mutation}", flush=True)
         if options.all_tests:
-            left = [mutation for mutation in left if outcome(mutation, ["tests/unit"], 3600) == 0]
+            left = [mutation for mutation in left if not is_noticed(mutation, ["tests/unit"], 3600)]
         noticed, survivors = noticed + len(found) - len(left), survivors + left
         share = 100 * (1 - len(left) / len(found))
         took = time.monotonic() - began

@@ -17,6 +17,9 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "accelerate_configs"
+LAUNCHER = [sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0"]
+"""`accelerate launch` on a port of its own: two launches that begin in the same moment both find the default one free,
+and one of them ends in "address already in use"."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +38,7 @@ def launch(config_file: Path | str, *arguments: str, timeout_s: int = 240, cwd: 
 
 def start(arguments: list[str], timeout_s: int, cwd: Path = ROOT) -> Result:
     """`accelerate launch ARGUMENTS`."""
-    return run([sys.executable, "-m", "accelerate.commands.launch", *arguments], timeout_s, cwd)
+    return run([*LAUNCHER, *arguments], timeout_s, cwd)
 
 
 def run(command: list[str], timeout_s: int, cwd: Path, environment: Mapping[str, str] | None = None) -> Result:
@@ -156,8 +159,8 @@ class Running:
 
 def begin(config_file: Path | str, run_dir: Path, *arguments: str) -> Running:
     """`accelerate launch --config_file FILE -m distiller ARGUMENTS output_dir=RUN_DIR`, left running."""
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file)]
-    return Running([*launcher, "-m", "distiller", *arguments, f"output_dir={run_dir}"], run_dir)
+    command = [*LAUNCHER, "--config_file", str(config_file), "-m", "distiller", *arguments, f"output_dir={run_dir}"]
+    return Running(command, run_dir)
 
 
 def _environment() -> dict[str, str]:

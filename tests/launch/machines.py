@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.launch.launching import ROOT, Running, free_port
+from tests.launch.launching import LAUNCHER, ROOT, Running, free_port
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def begun_on_both(
     running: list[Running] = []
     try:
         for machine, prefix in enumerate(where.prefixes):
-            launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config_file), *shared]
+            launcher = [*LAUNCHER, "--config_file", str(config_file), *shared]
             command = [*prefix, *launcher, "--machine_rank", str(machine), "-m", "distiller", *arguments]
             folder = folders[machine] if folders else ROOT
             running.append(Running([*command, f"output_dir={run_dir}"], run_dir, folder))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import yaml
 
 from tests import toys
-from tests.launch.launching import CONFIGS, ROOT, Result, launch, run
+from tests.launch.launching import CONFIGS, LAUNCHER, ROOT, Result, launch, run
 
 TWO = ["train.batch_size=2", "train.samples_per_update=8", "train.gradient_checkpointing=true"]
 ALL = [
@@ -89,8 +88,7 @@ def test_replicas_of_shards_from_the_default_file(toy, reference, tmp_path):
     default.parent.mkdir()
     default.write_text(changed(toy, "fsdp2", changes, {}).read_text())
     arguments = ["-m", "distiller", "train", str(toy / "recipe.yaml"), f"output_dir={toy / 'replicas'}", *ALL]
-    command = [sys.executable, "-m", "accelerate.commands.launch", *arguments, "train.batch_size=2"]
-    result = run(command, 280, ROOT, {"HF_HOME": str(tmp_path)})
+    result = run([*LAUNCHER, *arguments, "train.batch_size=2"], 280, ROOT, {"HF_HOME": str(tmp_path)})
     assert result.code == 0, result.stderr
     assert json.loads((toy / "replicas" / "summary.json").read_text())["engine"] == "fsdp2"
     toys.assert_same_run(toy / "replicas", reference)

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests import toys
-from tests.launch.launching import ROOT, Result, run
+from tests.launch.launching import LAUNCHER, ROOT, Result, run
 from tests.questionnaire import MULTI_GPU, QUESTIONNAIRES, answer
 
-LAUNCH = [sys.executable, "-m", "accelerate.commands.launch"]
 OVERRIDES = ["train.batch_size=2", "train.samples_per_update=8"]
 """Two micro-batches an update, where the questionnaire's own default is one and the answers below say four."""
 
 
 def train(toy: Path, output_dir: Path, *launcher: str, **environment: str) -> Result:
-    command = [*LAUNCH, *launcher, "-m", "distiller", "train", str(toy / "recipe.yaml"), *OVERRIDES]
+    command = [*LAUNCHER, *launcher, "-m", "distiller", "train", str(toy / "recipe.yaml"), *OVERRIDES]
     # Its own cache: the teacher's stages run under the engine too.
     places = [f"output_dir={output_dir}", f"cache_dir={output_dir}-cache"]
     return run([*command, *places], 240, ROOT, environment)

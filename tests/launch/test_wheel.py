@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.launching import ROOT
+from tests.launch.launching import LAUNCHER, ROOT
 
 pytestmark = pytest.mark.slow
 
@@ -49,7 +49,7 @@ def test_it_trains_from_an_empty_folder(installed, tmp_path):
     assert where.startswith(str(installed))
     assert "digits-wan" in run(installed, tmp_path, "-m", "distiller", "recipes")
     run(installed, tmp_path, "-m", "distiller", "configs", ".")
-    launch = ["-m", "accelerate.commands.launch", "--config_file", "accelerate_configs/cpu_2proc.yaml"]
+    launch = [*LAUNCHER[1:], "--config_file", "accelerate_configs/cpu_2proc.yaml"]
     overrides = ["train.max_steps=3", "data.max_samples=64", "sampling.num_inference_steps=2"]
     run(installed, tmp_path, *launch, "-m", "distiller", "train", "digits-wan", *overrides)
     summary = json.loads((tmp_path / "outputs" / "digits-wan" / "summary.json").read_text())
