@@ -159,6 +159,13 @@ class Family(ABC):
         """Stacks texts [n_i, D] to [B, L, D], so that the network predicts the same as with the pipeline's padding."""
 
     @abstractmethod
+    def longest_condition(self, texts: Sequence[str], length: int) -> Condition:
+        """A condition of zeros, as long as the longest of what `embed` would return for these texts.
+
+        Float32, on the CPU. Reads tokenizers and no weights; raises UserError for damaged files.
+        """
+
+    @abstractmethod
     def load_vae(self, device: torch.device) -> Vae:
         """The pipeline's VAE in float32 on the device. Reads its weights."""
 

@@ -41,17 +41,22 @@ from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
 from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Plannable, Samplable, Staged
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent, model_state
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 
+MAX_PLANNED_TEXTS = 1000
+"""Texts of which the longest stands for all in a plan."""
+
 MAX_SAMPLES = 10
 """Most samples that `write_samples` shows."""
 
 
-class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable):
+class DiffusionTask(
+    CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable, Plannable
+):
     """Implements `distiller.tasks.base.Task` for diffusers pipelines.
 
     The value of a sample in each loss term is a mean over the sample's elements, in float32. `loss` returns sums over
@@ -136,6 +141,24 @@ class DiffusionTask(CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable,
 
     def collate(self, samples: Sequence[DiffusionSample]) -> DiffusionBatch:
         return collate(samples, self._task, self.family, self.network)
+
+    def example(self, batch_size: int) -> DiffusionBatch:
+        texts = [*self._source.prompts[:MAX_PLANNED_TEXTS], self._task.guidance.negative_prompt]
+        condition, latents = self.family.longest_condition(texts, self._length), torch.zeros(self._latent_shape)
+        scale = self._task.guidance.scale
+        sample = DiffusionSample(
+            sample_id=0,
+            share=0.5,
+            # One module of two computes all of them: where it is, the most memory is needed.
+            timestep=float(self.family.files.num_train_timesteps - 1),
+            noisy=latents,
+            positive=condition,
+            negative=condition,
+            scale=max(scale) if isinstance(scale, tuple) else scale,
+            data_target=latents if self._task.losses.true_data.weight else None,
+            stored=latents if self._task.targets == "stored" else None,
+        )
+        return self.collate([sample] * batch_size)
 
     def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
         return batch.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -105,6 +105,13 @@ class LanguageNetwork(Network, HasTokenErrors):
         columns = spec.hidden_size + (spec.head_bias is not None)
         return product_width(self.ids.size, spec.vocabulary) * columns * dtype.itemsize
 
+    def head_without_data(self, dtype: torch.dtype) -> Head:
+        """A layer of the shapes of `load_head`'s, uninitialised, on the default device."""
+        spec = self._files.spec
+        width = product_width(self.ids.size, spec.vocabulary)
+        bias = None if spec.head_bias is None else torch.empty(width, dtype=dtype)
+        return Head(torch.empty(width, spec.hidden_size, dtype=dtype), bias, spec.logit_change, self.ids)
+
     def load_head(self, dtype: torch.dtype, device: torch.device) -> Head:
         """Reads the output layer onto `device`, frozen, in `dtype`.
 

@@ -38,14 +38,16 @@ from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, ReplicatesHead, Samplable, Staged
+from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, Plannable, ReplicatesHead, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 
 
 @final
-class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable):
+class CausalLMTask(
+    Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable, Plannable
+):
     """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
 
     sample_suffixes = (".txt",)
@@ -126,6 +128,12 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
     def replicated_head_bytes(self, dtype: torch.dtype) -> int:
         return self.network.head_bytes(dtype) if self._reads_head else 0
 
+    def make_head_without_data(self, dtype: torch.dtype) -> list[Tensor]:
+        if not self._reads_head:
+            return []
+        self._head = self.network.head_without_data(dtype)
+        return [tensor for tensor in (self._head.weight, self._head.bias) if tensor is not None]
+
     @property
     def _reads_head(self) -> bool:
         """Whether this run needs the teacher's output layer; not where a cache holds the teacher's distributions."""
@@ -145,6 +153,10 @@ class CausalLMTask(Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, R
 
     def collate(self, samples: Sequence[TokenSample]) -> MaskedBatch:
         return MaskedBatch.of(samples, self._source.pad_id)
+
+    def example(self, batch_size: int) -> MaskedBatch:
+        tokens = torch.zeros(self._recipe.data.max_length, dtype=torch.int64)
+        return self.collate([TokenSample(0, tokens, torch.arange(len(tokens)), tokens)] * batch_size)
 
     def to_device(self, batch: MaskedBatch, device: torch.device) -> MaskedBatch:
         return replace(batch, batch=batch.batch.map(lambda tensor: tensor.to(device, non_blocking=True)))

@@ -12,7 +12,9 @@ names are not read by either.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -23,12 +25,25 @@ TRANSFORMERS_NAME = "model.safetensors"
 DIFFUSERS_NAME = "diffusion_pytorch_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
 
+_weights_may_be_missing: ContextVar[bool] = ContextVar("weights may be missing", default=False)
+
+
+@contextmanager
+def weights_may_be_missing() -> Iterator[None]:
+    """Inside, a model whose folder holds no weights, but its descriptions, is one with an empty list of files."""
+    token = _weights_may_be_missing.set(True)
+    try:
+        yield
+    finally:
+        _weights_may_be_missing.reset(token)
+
 
 def transformers_files(folder: Path, origin: str) -> list[Path]:
     """The safetensors files that `from_pretrained` of transformers reads; not every one needs to be there.
 
     Raises:
         UserError: none of these files is there, or an index is not readable; the message begins with `origin`.
+            Inside `weights_may_be_missing` the list is empty where none is there.
     """
     if (named := _named_in(folder / "config.json")) is not None:
         file = folder / named
@@ -38,7 +53,7 @@ def transformers_files(folder: Path, origin: str) -> list[Path]:
         return [whole]
     if index.is_file():
         return _shards(index, origin)
-    raise _nothing(folder, TRANSFORMERS_NAME, origin)
+    return _nothing(folder, TRANSFORMERS_NAME, origin)
 
 
 def diffusers_files(folder: Path, origin: str) -> list[Path]:
@@ -48,7 +63,7 @@ def diffusers_files(folder: Path, origin: str) -> list[Path]:
         return _shards(index, origin)
     if whole.is_file():
         return [whole]
-    raise _nothing(folder, DIFFUSERS_NAME, origin)
+    return _nothing(folder, DIFFUSERS_NAME, origin)
 
 
 def check_whole(files: Iterable[Path], prefix: str) -> None:
@@ -81,10 +96,13 @@ def refuse_adapter(folder: Path, origin: str) -> None:
         )
 
 
-def _nothing(folder: Path, name: str, origin: str) -> UserError:
+def _nothing(folder: Path, name: str, origin: str) -> list[Path]:
+    """The files of a model without weights: none, or UserError."""
+    if _weights_may_be_missing.get():
+        return []
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = f"; it has {others[0]}: a variant is read where it is saved again without one" if others else ""
-    return UserError(
+    raise UserError(
         f"{origin}: holds no weights in {name} or its shards (other names and formats are not read){found}"
     )
 

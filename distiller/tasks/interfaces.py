@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from torch import Tensor
 
 from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage
@@ -75,6 +76,21 @@ class ReplicatesHead(ABC):
         """Of the teacher's weights, what every rank holds on its device itself, wherever the teacher is.
 
         `dtype` is the teacher's. Reads no weights.
+        """
+
+    @abstractmethod
+    def make_head_without_data(self, dtype: torch.dtype) -> list[Tensor]:
+        """Makes that layer where `load_data` would read it, for a plan, which computes nothing; returns its tensors."""
+
+
+class Plannable(ABC):
+    """Its updates can be followed without data."""
+
+    @abstractmethod
+    def example(self, batch_size: int) -> Any:
+        """A micro-batch of zeros on the CPU, with the largest shapes that the recipe's data may have.
+
+        Reads no weights and none of the data but texts.
         """
 
 

@@ -22,7 +22,7 @@ from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Samplable, Staged
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Plannable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -32,7 +32,7 @@ from distiller.vision.files import Processor, find_classifier, find_folder, read
 from distiller.vision.network import LOGITS, ClassifierNetwork
 from distiller.vision.objective import Compared, Objective
 from distiller.vision.prediction_grid import classes_of, prediction_grid, read_prompts
-from distiller.vision.samples import PictureBatch, PictureData, collate
+from distiller.vision.samples import PictureBatch, PictureData, PictureSample, collate
 from distiller.vision.source import PictureSource
 from distiller.vision.student import (
     DistilledClassifier,
@@ -47,7 +47,9 @@ from distiller.vision.trained_teacher import TrainedTeacher
 MAX_SAMPLES = 10
 
 
-class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checkable, Staged, Evaluable, Samplable):
+class ClassificationTask(
+    CacheableWhole[PictureBatch, ClassifierNetwork], Checkable, Staged, Evaluable, Samplable, Plannable
+):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
 
     sample_suffixes = WRITTEN_SUFFIXES
@@ -138,6 +140,9 @@ class ClassificationTask(CacheableWhole[PictureBatch, ClassifierNetwork], Checka
 
     def collate(self, samples: Sequence[Any]) -> PictureBatch:
         return collate(samples)
+
+    def example(self, batch_size: int) -> PictureBatch:
+        return self.collate([PictureSample(0, torch.zeros(self._processor.shape), 0)] * batch_size)
 
     def to_device(self, batch: PictureBatch, device: torch.device) -> PictureBatch:
         moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -145,6 +145,10 @@ class StableDiffusionFamily(Family):
         del length
         return torch.stack(list(texts))
 
+    def longest_condition(self, texts: Sequence[str], length: int) -> Condition:
+        del texts
+        return {"text": torch.zeros(length, self.teacher_config["cross_attention_dim"])}
+
     def load_vae(self, device: torch.device) -> Vae:
         return KlVae(self.files, device)
 

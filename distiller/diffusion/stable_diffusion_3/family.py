@@ -150,6 +150,12 @@ class SD3Family(Family):
         del length
         return torch.stack(list(texts))
 
+    def longest_condition(self, texts: Sequence[str], length: int) -> Condition:
+        del texts
+        config, clip_length = self.teacher_config, self.load_tokenizers()["tokenizer"].model_max_length
+        text = torch.zeros(clip_length + length, config["joint_attention_dim"])
+        return {"text": text, "pooled": torch.zeros(config["pooled_projection_dim"])}
+
     def load_vae(self, device: torch.device) -> Vae:
         return KlVae(self.files, device)
 

@@ -151,6 +151,11 @@ class WanFamily(Family):
             row[: len(text)] = text
         return padded
 
+    def longest_condition(self, texts: Sequence[str], length: int) -> Condition:
+        tokenizer = self.load_tokenizers()["tokenizer"]
+        tokens = tokenizer(self.clean_prompts(texts), truncation=True, max_length=length).input_ids
+        return {"text": torch.zeros(max(map(len, tokens)), self.teacher_config["text_dim"])}
+
     def load_vae(self, device: torch.device) -> Vae:
         return WanVae(self.files, device)
 

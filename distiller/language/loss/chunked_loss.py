@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from distiller.language.loss.targets import HiddenTarget, Target, logits_of, teacher_rows
 from distiller.language.loss.token_losses import Objective, compiled_token_losses, token_losses
 from distiller.language.model.logits import PLAIN, LogitChange, TokenIds
+from distiller.tasks.gpu_kernels import one_kernel_on_gpu, runs_on_gpu
 
 CHUNK_BYTES = 512 * 2**20
 """Size of a chunk's logits in float32. Eager operations hold several tensors of this size at a time. Compiled ones hold
@@ -102,7 +103,7 @@ def chunked_loss(
         rows,
         objective,
         chunk_tokens or default_chunk_tokens(weight.shape[0]),
-        hidden.device.type == "cuda" if compile is None else compile,
+        runs_on_gpu(hidden.device) if compile is None else compile,
         _product_dtype(hidden),
         change,
         None if ids is None else ids.size,
@@ -265,6 +266,7 @@ def _run_chunk(
     return sums
 
 
+@one_kernel_on_gpu
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     """total += left @ right in float32; both factors have the same floating dtype."""
     if left.dtype is torch.float32:

@@ -23,6 +23,7 @@ from distiller.language.loss.divergence_values import (
 )
 from distiller.language.loss.divergences import Divergence, ForwardKL
 from distiller.language.model.logits import PLAIN, LogitChange, without_absent
+from distiller.tasks.gpu_kernels import is_planned, one_kernel_on_gpu
 
 
 @final
@@ -179,7 +180,11 @@ def _widened(gradient: Tensor, student: Tensor) -> Tensor:
     return F.pad(gradient, (0, student.shape[1] - gradient.shape[1]))
 
 
-@functools.cache
 def compiled_token_losses() -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`token_losses` compiled as one graph. A graph break is an error: eager mode needs several times the memory."""
+    return one_kernel_on_gpu(token_losses) if is_planned() else _compiled_token_losses()
+
+
+@functools.cache
+def _compiled_token_losses() -> Callable[..., tuple[Tensor, Tensor | None]]:
     return torch.compile(token_losses, fullgraph=True, dynamic=False)

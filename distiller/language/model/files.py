@@ -111,13 +111,14 @@ def find_model(
         fetch = partial(_download_weights, section, path, revision, prefix)
     spec = ModelSpec(read_config(root / "config.json", origin, trusts_code), trusts_code, origin)
     refuse_adapter(root, origin)
-    if not is_hub:
-        headers = headers_of(transformers_files(root, origin))
-        spec = tied_as_stored(spec, headers, lambda: transformers_files(root, origin), origin)
+    if is_hub:
+        if spec.is_tied:
+            names = stored_names(path, revision, root, prefix)
+            spec = tied_as_stored(spec, names, lambda: transformers_files(fetch(), origin), origin)
+    elif files := transformers_files(root, origin):
+        headers = headers_of(files)
+        spec = tied_as_stored(spec, headers, lambda: files, origin)
         check_stored(spec, root, headers, origin)
-    elif spec.is_tied:
-        names = stored_names(path, revision, root, prefix)
-        spec = tied_as_stored(spec, names, lambda: transformers_files(fetch(), origin), origin)
     return LanguageFiles(origin, root, spec, read_tokenizer(root, trusts_code), fetch, stages_dir)
 
 
