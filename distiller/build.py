@@ -30,6 +30,7 @@ from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.checks import check_nvme_room
 from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
+from distiller.launch.student_layout import StudentLayout
 from distiller.run_folder.output_dir import (
     Claim,
     check_output_dir,
@@ -60,7 +61,7 @@ from distiller.teachers.quantization.error import QuantizationError
 from distiller.teachers.rules import check_placement, placement_notices
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
-from distiller.training.student_memory import gpu_bytes, host_bytes
+from distiller.training.student_memory import student_state
 from distiller.training.tracking import Tracker
 from distiller.training.update_plan import last_step_of, plan_updates
 
@@ -170,8 +171,16 @@ def _place_teacher(session: Session[Any]) -> tuple[Setup, int]:
         local_share = ranks.local_world_size / ranks.world_size
         ranks.all_succeed(lambda: check_nvme_room(zero, num_parameters, local_share))
     head_bytes = task.replicated_head_bytes(session.teacher_dtype) if isinstance(task, ReplicatesHead) else 0
-    on_gpu, on_host = gpu_bytes(num_parameters, recipe, world), host_bytes(num_parameters, recipe, world)
-    setup = teacher_setup(session, on_gpu + head_bytes, on_host)
+    layout = StudentLayout(
+        world.engine,
+        ranks.world_size,
+        world.accumulation_steps,
+        world.mixed_precision,
+        world.offload,
+        world.fsdp,
+    )
+    state = student_state(num_parameters, recipe, layout)
+    setup = teacher_setup(session, state.gpu + head_bytes, state.host)
     if task.needs_live_teacher and recipe.teacher.placement != "cached":
         setup = resolve_placement(task.network, setup)
     return setup, head_bytes

@@ -15,11 +15,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from distiller.planner.allocation_trace import AllocationTrace, Kernel
+from distiller.planner.compiled_blocks import keep_what_a_compiler_keeps
 from distiller.planner.gpu_arithmetic import GpuArithmetic
 from distiller.tasks.base import Task
 from distiller.tasks.gpu_kernels import observed_by
 from distiller.tasks.interfaces import Plannable, ReplicatesHead
 from distiller.teachers.base import Outputs
+from distiller.training.student_compilation import blocks_of
 
 
 @final
@@ -51,17 +53,18 @@ def trace_update(
     autocast_dtype: torch.dtype | None,
     *,
     recomputes: bool,
+    compiles: bool = False,
 ) -> TracedUpdate:
     """Follows one micro-batch of the largest shapes through teacher, student, loss and backward pass.
 
-    Reads no weights and computes nothing: shapes and dtypes are followed operation by operation, uncompiled. Does not
-    communicate.
+    Reads no weights and computes nothing: shapes and dtypes are followed operation by operation. Does not communicate.
 
     Args:
         task: a `Plannable` one.
         student_dtype: of the student's weights as its forward pass sees them.
         autocast_dtype: of the student's forward pass; None without autocast.
         recomputes: whether the student's activations are computed again in the backward pass.
+        compiles: whether the student's blocks are compiled. Kernels are those of uncompiled blocks all the same.
     """
     assert isinstance(task, Plannable)
     batch = task.example(batch_size)
@@ -74,6 +77,8 @@ def trace_update(
         if recomputes:
             task.enable_gradient_checkpointing(student)
         _replace_tensors(student, student_dtype)
+        if compiles:
+            keep_what_a_compiler_keeps(blocks_of(student, task.block_classes))
         trace.exclude([*student.parameters(), *student.buffers()])
         for parameter in student.parameters():
             parameter.register_post_accumulate_grad_hook(lambda weight: trace.is_gradient(weight.grad))

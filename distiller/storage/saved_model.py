@@ -102,9 +102,7 @@ def _nothing(folder: Path, name: str, origin: str) -> list[Path]:
         return []
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = f"; it has {others[0]}: a variant is read where it is saved again without one" if others else ""
-    raise UserError(
-        f"{origin}: holds no weights in {name} or its shards (other names and formats are not read){found}"
-    )
+    raise UserError(f"{origin}: holds no weights in {name} or its shards (other names and formats are not read){found}")
 
 
 def _named_in(config: Path) -> str | None:

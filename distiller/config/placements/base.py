@@ -69,6 +69,54 @@ class World:
 
 
 @dataclass(frozen=True)
+class TeacherWork:
+    """What an update asks of the teacher on each rank: passes one after the other, and milliseconds of one on a GPU."""
+
+    num_passes: int
+    pass_ms: float
+
+    @property
+    def ms(self) -> float:
+        """Of all passes, with the whole teacher on a GPU."""
+        return self.num_passes * self.pass_ms
+
+
+@dataclass(frozen=True)
+class Links:
+    """Rates of a machine.
+
+    Attributes:
+        host: bytes a second that each GPU reads of page-locked memory while all of them do.
+        peers: bytes a second between two GPUs of the machine, one way.
+        disk: bytes a second that the machine reads of its disk.
+        cpu_slowdown: how many times longer a pass takes on the CPU.
+    """
+
+    host: float
+    peers: float
+    disk: float
+    cpu_slowdown: float
+
+
+@dataclass(frozen=True)
+class TeacherTime:
+    """Milliseconds of an update that the teacher takes, and what they go to."""
+
+    ms: float
+    bound_by: str = "computation"
+
+    def beside(self, num_bytes: float, rate: float, link: str) -> TeacherTime:
+        """While it computes, bytes pass at so many a second: the longer of both."""
+        passing_ms = num_bytes / rate * 1e3
+        return TeacherTime(passing_ms, link) if passing_ms > self.ms else self
+
+    def after(self, num_bytes: float, rate: float, link: str) -> TeacherTime:
+        """It waits until the bytes have passed."""
+        passing_ms = num_bytes / rate * 1e3
+        return TeacherTime(self.ms + passing_ms, link if passing_ms > self.ms else self.bound_by)
+
+
+@dataclass(frozen=True)
 class SpeedRank:
     """Where a placement stands among those that fit; lower is faster. Multiples of 10, so that others fit between.
 
@@ -144,6 +192,8 @@ class PlacementSpec(Generic[OptionsT]):
         options: its keys.
         row: of the support table.
         memory: (teacher's sizes, options, world) -> what it takes, without activations. None where sizes do not tell.
+        time: (work, teacher's sizes, options, world, rates) -> predicted time of an update on GPUs; None where it
+            depends on what a plan does not know.
         speed: None where it is never proposed instead of another placement.
         is_auto_candidate: whether `auto` may choose it.
         uses_device_map: whether its class is a `DeviceMapTeacher`, which checks its own memory.
@@ -169,6 +219,7 @@ class PlacementSpec(Generic[OptionsT]):
     options: type[OptionsT]
     row: SupportRow
     memory: Callable[[Sizes, OptionsT, World], Footprint] | None = None
+    time: Callable[[TeacherWork, Sizes, OptionsT, World, Links], TeacherTime] | None = None
     speed: SpeedRank | None = None
     is_auto_candidate: bool = False
     uses_device_map: bool = False

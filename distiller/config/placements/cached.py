@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from distiller.config.placements.base import PlacementOptions, PlacementSpec, SupportRow
+from distiller.config.placements.base import PlacementOptions, PlacementSpec, SupportRow, TeacherTime
 from distiller.config.sections import OutputLocation
 
 
@@ -26,6 +26,7 @@ SPEC = PlacementSpec(
     teacher_class="distiller.teachers.cached:CachedTeacher",
     options=CachedOptions,
     row=SupportRow("none", "none", "nothing"),
+    time=lambda *_: TeacherTime(0.0),
     loads_teacher=False,
     why_not_compiled="no teacher runs",
     why_not_prefetched="no teacher runs, and the loader reads ahead",

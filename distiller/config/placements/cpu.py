@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
+    Links,
     NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
     SupportRow,
+    TeacherTime,
+    TeacherWork,
     World,
 )
 
@@ -26,12 +29,19 @@ def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     return Footprint(0, sizes.total + float32_copies * world.num_local_ranks)
 
 
+def _time(work: TeacherWork, sizes: Sizes, options: NoOptions, world: World, links: Links) -> TeacherTime:
+    del sizes, options
+    # The ranks of a machine share its cores.
+    return TeacherTime(work.ms * links.cpu_slowdown * max(world.num_local_ranks, 1), "CPU")
+
+
 SPEC = PlacementSpec(
     name="cpu",
     teacher_class="distiller.teachers.cpu:CpuTeacher",
     options=NoOptions,
     row=SupportRow("none", "one copy, shared", "nothing"),
     memory=_memory,
+    time=_time,
     speed=SpeedRank(on_gpus=90, one_process=90, on_cpus=30),
     is_auto_candidate=True,
     prefetches_in_thread=True,

@@ -6,7 +6,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from distiller.config.placements.base import Footprint, PlacementOptions, PlacementSpec, Sizes, SupportRow, World
+from distiller.config.placements.base import (
+    Footprint,
+    Links,
+    PlacementOptions,
+    PlacementSpec,
+    Sizes,
+    SupportRow,
+    TeacherTime,
+    TeacherWork,
+    World,
+)
 from distiller.config.sections import NonNegative, Positive
 
 INNER = ("replicated", "streamed", "disk")
@@ -43,12 +53,21 @@ def _check_options(options: DedicatedOptions) -> None:
         raise ValueError(f"teacher.devices is {list(given)}; give at least one GPU, and each once")
 
 
+def _time(work: TeacherWork, sizes: Sizes, options: DedicatedOptions, world: World, links: Links) -> TeacherTime:
+    per_process = work.ms * max(world.num_local_ranks, 1) / options.num_processes
+    computing = TeacherTime(per_process, "the teacher's own GPUs")
+    if options.inner == "streamed":
+        return computing.beside(sizes.total, links.host, "host memory to GPU")
+    return computing if options.inner == "replicated" else computing.beside(sizes.total, links.disk, "disk")
+
+
 SPEC = PlacementSpec(
     name="dedicated",
     teacher_class="distiller.teachers.dedicated:DedicatedTeacher",
     options=DedicatedOptions,
     row=SupportRow("none; whole on GPUs that train nothing", "none", "inputs and outputs"),
     memory=_memory,
+    time=_time,
     prefetches_in_thread=True,
     computes_elsewhere=True,
     check_options=_check_options,

@@ -6,11 +6,14 @@ from pydantic import Field
 
 from distiller.config.placements.base import (
     Footprint,
+    Links,
     PlacementOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
     SupportRow,
+    TeacherTime,
+    TeacherWork,
     World,
 )
 from distiller.config.sections import NonNegative, Positive
@@ -38,12 +41,18 @@ def _check_world(options: Rank0Options, num_processes: int, under_deepspeed: boo
         )
 
 
+def _time(work: TeacherWork, sizes: Sizes, options: Rank0Options, world: World, links: Links) -> TeacherTime:
+    del sizes, options, links
+    return TeacherTime(work.ms * world.num_processes, "one GPU that answers for all")
+
+
 SPEC = PlacementSpec(
     name="rank0",
     teacher_class="distiller.teachers.rank0:Rank0Teacher",
     options=Rank0Options,
     row=SupportRow("whole on one rank", "none", "inputs and outputs"),
     memory=_memory,
+    time=_time,
     speed=SpeedRank(on_gpus=50, one_process=60, on_cpus=60),
     check_world=_check_world,
     holder=lambda options: options.rank,

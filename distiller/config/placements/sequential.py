@@ -4,18 +4,27 @@ from __future__ import annotations
 
 from distiller.config.placements.base import (
     Footprint,
+    Links,
     NoOptions,
     PlacementSpec,
     Sizes,
     SpeedRank,
     SupportRow,
+    TeacherTime,
+    TeacherWork,
     World,
 )
+from distiller.config.placements.shared_options import time_through_parts
 
 
 def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
     del options
     return Footprint(sizes.total // world.num_gpus, 0) if world.num_gpus else Footprint(0, sizes.total)
+
+
+def _time(work: TeacherWork, sizes: Sizes, options: NoOptions, world: World, links: Links) -> TeacherTime:
+    del sizes, options, links
+    return TeacherTime(work.ms * time_through_parts(work.num_passes, world), "parts on GPUs that wait for each other")
 
 
 SPEC = PlacementSpec(
@@ -24,6 +33,7 @@ SPEC = PlacementSpec(
     options=NoOptions,
     row=SupportRow("its part of one copy", "none", "as balanced"),
     memory=_memory,
+    time=_time,
     speed=SpeedRank(on_gpus=60, one_process=30, on_cpus=40),
     uses_device_map=True,
 )

@@ -7,7 +7,17 @@ from typing import Literal
 
 from pydantic import Field
 
-from distiller.config.placements.base import Footprint, PlacementSpec, Sizes, SpeedRank, SupportRow, World
+from distiller.config.placements.base import (
+    Footprint,
+    Links,
+    PlacementSpec,
+    Sizes,
+    SpeedRank,
+    SupportRow,
+    TeacherTime,
+    TeacherWork,
+    World,
+)
 from distiller.config.placements.shared_options import PinnedMemoryOptions
 from distiller.config.sections import Location
 from distiller.errors import UserError
@@ -51,12 +61,23 @@ def _alone(options: ShardedOptions, num_gpus: int) -> Mapping[str, object]:
     return {"placement": {"none": on_gpus, "cpu": "streamed", "nvme": "disk"}[options.offload]}
 
 
+def _time(work: TeacherWork, sizes: Sizes, options: ShardedOptions, world: World, links: Links) -> TeacherTime:
+    # Every pass gathers every block.
+    num_bytes, share = sizes.total * work.num_passes, 1 / world.num_processes
+    gathered = TeacherTime(work.ms).beside(num_bytes * (1 - share), links.peers, "GPU to GPU")
+    if options.offload == "none":
+        return gathered
+    rate, link = (links.host, "host memory to GPU") if options.offload == "cpu" else (links.disk, "disk")
+    return gathered.beside(num_bytes * share, rate, link)
+
+
 SPEC = PlacementSpec(
     name="sharded",
     teacher_class="distiller.teachers.sharded:ShardedTeacher",
     options=ShardedOptions,
     row=SupportRow("1/N, and one block or two", "none, or 1/N a rank", "every block, gathered", "FSDP2", "ZeRO-3"),
     memory=_memory,
+    time=_time,
     speed=SpeedRank(on_gpus=30, one_process=50, on_cpus=50),
     why_not_compiled_beside_deepspeed="ZeRO-3 gathers parameters inside the blocks",
     why_not_quantized="FSDP and ZeRO-3 shard floating-point parameters only",

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from distiller.config.placements.base import PlacementOptions, Sizes
+from distiller.config.placements.base import PlacementOptions, Sizes, World
 from distiller.config.sections import NonNegative, Positive, Switch
 
 
@@ -51,3 +51,15 @@ class FileReadingOptions(PlacementOptions):
     """Of placements that read weights from files while they are in use."""
 
     read_threads: Positive = Field(default=4, description="files read ahead by so many threads a rank")
+
+
+def time_through_parts(num_passes: int, world: World) -> float:
+    """Time of an update's passes through a teacher of which each GPU of a node holds a part, as a multiple of its own.
+
+    The passes of all ranks go through the GPUs one after the other, and each GPU works on another pass: with P passes
+    and G GPUs the last pass ends after (P + G - 1) / G passes. One rank starts its next pass when the last has ended.
+    """
+    if world.num_local_ranks == 1:
+        return 1.0
+    total = num_passes * world.num_local_ranks
+    return (total + world.num_gpus - 1) / world.num_gpus / num_passes

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from distiller.config.placements.base import Footprint, PlacementSpec, Sizes, SpeedRank, SupportRow, World
+from distiller.config.placements.base import (
+    Footprint,
+    Links,
+    PlacementSpec,
+    Sizes,
+    SpeedRank,
+    SupportRow,
+    TeacherTime,
+    TeacherWork,
+    World,
+)
 from distiller.config.placements.shared_options import PinnedMemoryOptions
 
 
@@ -18,12 +28,18 @@ def _memory(sizes: Sizes, options: SwapOptions, world: World) -> Footprint:
     return Footprint(sizes.largest_module, in_host_copies)
 
 
+def _time(work: TeacherWork, sizes: Sizes, options: SwapOptions, world: World, links: Links) -> TeacherTime:
+    del options, world
+    return TeacherTime(work.ms).after(sizes.total, links.host, "host memory to GPU")
+
+
 SPEC = PlacementSpec(
     name="swap",
     teacher_class="distiller.teachers.swap:SwapTeacher",
     options=SwapOptions,
     row=SupportRow("whole while it runs", "one copy a rank", "nothing"),
     memory=_memory,
+    time=_time,
     why_not_prefetched="its weights leave the GPU so that the student can train",
     speed=SpeedRank(on_gpus=70, one_process=70, on_cpus=80),
 )

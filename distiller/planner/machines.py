@@ -1,0 +1,184 @@
+"""The machine that a plan is for: this one, or one that is described; and the rates of GPUs."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import final
+
+import torch
+
+from distiller.config.placements.base import Links
+from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
+from distiller.errors import UserError
+
+GIB = 2**30
+GB, TERA = 1e9, 1e12
+
+
+@final
+@dataclass(frozen=True)
+class Gpu:
+    """A kind of GPU, by its maker's data sheet; rates are without sparsity.
+
+    Attributes:
+        memory_gib: of the whole card.
+        short_flops: a second, of matrix products in 16 bits with sums in float32.
+        float32_flops: a second.
+        bandwidth: bytes a second of its memory.
+        host: bytes a second from page-locked host memory: what copies reach of the bus.
+        peers: bytes a second to another GPU of the machine, one way; over the bus where there is no NVLink.
+        has_bfloat16: computes in bfloat16 without emulation.
+    """
+
+    name: str
+    memory_gib: float
+    short_flops: float
+    float32_flops: float
+    bandwidth: float
+    host: float
+    peers: float
+    has_bfloat16: bool = True
+
+
+# PCIe 5, 4 and 3 with 16 lanes, as page-locked copies reach them. The first was measured on H200 (docs/performance.md).
+_PCIE5, _PCIE4, _PCIE3 = 54 * GB, 25 * GB, 12 * GB
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("H200", 141, 989 * TERA, 67 * TERA, 4800 * GB, _PCIE5, 400 * GB),
+        Gpu("H100", 80, 989 * TERA, 67 * TERA, 3350 * GB, _PCIE5, 400 * GB),
+        Gpu("A100", 80, 312 * TERA, 19.5 * TERA, 2039 * GB, _PCIE4, 250 * GB),
+        Gpu("A100-40", 40, 312 * TERA, 19.5 * TERA, 1555 * GB, _PCIE4, 250 * GB),
+        Gpu("L40S", 48, 362 * TERA, 91.6 * TERA, 864 * GB, _PCIE4, 20 * GB),
+        Gpu("A6000", 48, 155 * TERA, 38.7 * TERA, 768 * GB, _PCIE4, 20 * GB),
+        Gpu("4090", 24, 165 * TERA, 82.6 * TERA, 1008 * GB, _PCIE4, 10 * GB),
+        Gpu("3090", 24, 71 * TERA, 35.6 * TERA, 936 * GB, _PCIE4, 10 * GB),
+        Gpu("A10", 24, 125 * TERA, 31.2 * TERA, 600 * GB, _PCIE4, 10 * GB),
+        Gpu("L4", 24, 121 * TERA, 30.3 * TERA, 300 * GB, _PCIE4, 10 * GB),
+        Gpu("V100", 32, 125 * TERA, 15.7 * TERA, 900 * GB, _PCIE3, 120 * GB, has_bfloat16=False),
+        Gpu("T4", 16, 65 * TERA, 8.1 * TERA, 320 * GB, _PCIE3, 8 * GB, has_bfloat16=False),
+    )
+}
+"""From NVIDIA's data sheets of these products. `A100` is that of 80 GB with NVLink, as are H100, H200 and V100."""
+
+CONTEXT_BYTES = int(0.6 * GIB)
+"""Of each GPU, what CUDA and its libraries take for a process; 0.5 GiB on an H200."""
+
+DISK = 3 * GB
+CPU_SLOWDOWN = 100.0
+"""How many times longer the CPU takes for a pass; 135 was measured beside an H200 (14 B parameters, 1,560 tokens)."""
+
+
+@final
+@dataclass(frozen=True)
+class Machine:
+    """Machines of one kind, each with its own memory.
+
+    Attributes:
+        gpu: None on a machine without GPUs.
+        num_gpus: of each machine.
+        gpu_memory: bytes of each GPU that a process may fill with tensors.
+        host_memory: bytes of each machine.
+        num_machines: all of which take part.
+    """
+
+    gpu: Gpu | None
+    num_gpus: int
+    gpu_memory: int
+    host_memory: int
+    num_machines: int = 1
+
+    @property
+    def links(self) -> Links:
+        """Rates between memories."""
+        assert self.gpu is not None
+        return Links(self.gpu.host, self.gpu.peers, DISK, CPU_SLOWDOWN)
+
+    def describe(self) -> str:
+        """In words, for the head of a plan."""
+        machines = f"{self.num_machines} machines, each with " if self.num_machines > 1 else ""
+        host = f"{self.host_memory / GIB:.0f} GiB of host memory"
+        if self.gpu is None:
+            return f"{machines}{host}, without a GPU"
+        return f"{machines}{self.num_gpus} x {self.gpu.name}, {self.gpu_memory / GIB:.1f} GiB free on each, {host}"
+
+
+def plan_machine(
+    shorthand: str | None,
+    num_gpus: int | None,
+    gpu_memory: str | None,
+    gpu: str | None,
+    host_memory: str | None,
+    num_machines: int,
+) -> Machine:
+    """The machine that the options of `distiller plan` describe; what they leave out is this machine's. UserError.
+
+    Args:
+        shorthand: such as `4x3090-24G`: the number, kind and memory of the GPUs.
+        gpu_memory, host_memory: such as `24GiB`.
+    """
+    if shorthand is not None:
+        if (num_gpus, gpu_memory, gpu) != (None, None, None):
+            raise UserError("--machine says number, kind and memory of the GPUs; leave --gpus, --gpu, --gpu-memory out")
+        num_gpus, gpu, gpu_memory = _parse_shorthand(shorthand)
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    is_described = any(given is not None for given in (num_gpus, gpu_memory, gpu))
+    host = free_host_bytes() if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    if not is_described and not here:
+        return Machine(None, 0, 0, host, num_machines)
+    kind = _named(gpu) if gpu is not None else _of_this_machine(here, gpu_memory)
+    if gpu_memory is not None:
+        free = parse_bytes(gpu_memory, "--gpu-memory") - CONTEXT_BYTES
+    elif gpu is None and here:
+        free = min(free_gpu_bytes(torch.device("cuda", index)) for index in range(here))
+    else:
+        free = int(kind.memory_gib * GB * 1.0) - CONTEXT_BYTES
+    count = num_gpus if num_gpus is not None else max(here, 1)
+    if count < 1 or num_machines < 1:
+        raise UserError(f"--gpus is {count} and --machines {num_machines}; each is at least 1")
+    return Machine(kind, count, free, host, num_machines)
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """`24GiB`, `24G` or `24GB` in bytes; UserError for anything else."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(TiB|GiB|MiB|TB|GB|MB|T|G|M)", text.strip())
+    if found is None:
+        raise UserError(f"{option} is '{text}'; write a number with a unit, such as 24GiB")
+    unit = found[2]
+    power = {"T": 4, "G": 3, "M": 2}[unit[0]]
+    return int(float(found[1]) * (1000**power if unit.endswith("B") and "i" not in unit else 1024**power))
+
+
+def _parse_shorthand(text: str) -> tuple[int, str, str]:
+    found = re.fullmatch(r"(\d+)x([A-Za-z0-9]+)(?:-(\d+)G)?", text)
+    if found is None:
+        raise UserError(f"--machine is '{text}'; write number, kind and memory of its GPUs, such as 4x3090-24G")
+    gpu = _named(found[2])
+    return int(found[1]), gpu.name, f"{found[3]}GiB" if found[3] else f"{gpu.memory_gib}GB"
+
+
+def _named(name: str) -> Gpu:
+    known = {kind.lower(): gpu for kind, gpu in GPUS.items()}
+    if name.lower() not in known:
+        raise UserError(f"--gpu is '{name}', whose rates are not known; known are {', '.join(GPUS)}: give the nearest")
+    return known[name.lower()]
+
+
+def _of_this_machine(count: int, gpu_memory: str | None) -> Gpu:
+    """The kind of this machine's GPUs, or of one that is described by its memory alone."""
+    if count:
+        name = torch.cuda.get_device_name(0)
+        found = [gpu for kind, gpu in GPUS.items() if re.search(rf"\b{kind}\b", name)]
+        if not found:
+            raise UserError(f"the rates of this machine's GPU ({name}) are not known; give the nearest: --gpu NAME")
+        return found[0]
+    if gpu_memory is None:
+        raise UserError(f"this machine has no GPU; say which kind the plan is for: --gpu {', '.join(GPUS)}")
+    # The smallest that has so much: memory is what was asked about.
+    size = parse_bytes(gpu_memory, "--gpu-memory") / GB
+    return min(
+        (gpu for gpu in GPUS.values() if gpu.memory_gib * 1.1 >= size),
+        key=lambda gpu: gpu.memory_gib,
+        default=GPUS["H200"],
+    )
