@@ -191,6 +191,25 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=_train, by_all_ranks=True)
 
+    plan = commands.add_parser(
+        "plan",
+        help="what every placement of the teacher takes, and how long a run lasts; needs no GPU and no weights",
+        description="distiller plan RECIPE [key.sub=value ...]; without options of the machine: for this one",
+    )
+    plan.add_argument("recipe", help="a packaged recipe's name (see `recipes`) or a YAML file")
+    plan.add_argument(
+        "overrides", nargs="*", default=[], metavar="key.sub=value", help="for example train.batch_size=2"
+    )
+    plan.add_argument("--machine", metavar="NxGPU-MEMORY", help="number, kind and memory of the GPUs, as 4x3090-24G")
+    plan.add_argument("--gpus", type=int, metavar="N", help="of each machine, a process for each")
+    plan.add_argument("--gpu", metavar="NAME", help="kind of the GPUs, as H100: its rates; memory too if not given")
+    plan.add_argument("--gpu-memory", metavar="SIZE", help="of each GPU, as 24GiB")
+    plan.add_argument("--host-memory", metavar="SIZE", help="of each machine, as 128GiB")
+    plan.add_argument("--machines", type=int, default=1, metavar="M", help="how many of them (default 1)")
+    plan.add_argument("--config_file", metavar="FILE", help="the accelerate config file: the student's engine")
+    plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    plan.set_defaults(run=_plan)
+
     cache = commands.add_parser(
         "cache",
         help="write the teacher's outputs to disk, so that training needs no teacher (through accelerate launch)",
@@ -270,6 +289,16 @@ def _train(options: argparse.Namespace, stops: StopSignals) -> None:
         commands.dry_run(recipe)
     else:
         commands.train(recipe, options.resume, stops)
+
+
+def _plan(options: argparse.Namespace, stops: StopSignals) -> None:
+    from distiller.config.loading import load
+
+    recipe = load(options.recipe, options.overrides)
+    with collections_paused():
+        from distiller import commands
+
+    commands.plan(recipe, options)
 
 
 def _cache(options: argparse.Namespace, stops: StopSignals) -> None:

@@ -158,6 +158,9 @@ class CausalLMTask(
         tokens = torch.zeros(self._recipe.data.max_length, dtype=torch.int64)
         return self.collate([TokenSample(0, tokens, torch.arange(len(tokens)), tokens)] * batch_size)
 
+    def stage_passes(self) -> int:
+        return 0
+
     def to_device(self, batch: MaskedBatch, device: torch.device) -> MaskedBatch:
         return replace(batch, batch=batch.batch.map(lambda tensor: tensor.to(device, non_blocking=True)))
 

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-
 _TENSOR = object()
 """Stands for a tensor among the leaves of a block's arguments."""
 

@@ -93,6 +93,10 @@ class Plannable(ABC):
         Reads no weights and none of the data but texts.
         """
 
+    @abstractmethod
+    def stage_passes(self) -> int:
+        """Forward passes of the teacher, each of one sample, that stages before the loop need where nothing is made."""
+
 
 class Cacheable(Task[BatchT, NetworkT]):
     """Its teacher's outputs can be stored and read instead of asking the teacher."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from distiller.config.placements import PLACEMENTS
 from distiller.config.placements.base import Footprint, MemoryBudget, Sizes, World
 from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
 from distiller.teachers.base import Network, Setup
-from distiller.teachers.quantization.modules import plan_quantized_modules
-from distiller.teachers.weights.layout import REST
+from distiller.teachers.quantization.layers import layer_class
+from distiller.teachers.quantization.modules import convert_linears, float32_names, plan_quantized_modules
+from distiller.teachers.weights.layout import REST, Unit, lay_out
 
 AUTO_SHARE = 0.8
 """Share of free memory that `auto` and advice give to teacher and student; the rest is for activations."""
@@ -17,7 +20,21 @@ AUTO_SHARE = 0.8
 
 def measure(network: Network, setup: Setup) -> Sizes:
     """The teacher's sizes in bytes, from its modules without weights, quantised as the recipe says. Communicates."""
-    modules = [plan.units for plan in plan_quantized_modules(network, setup, is_reader=False)]
+    return _sizes([plan.units for plan in plan_quantized_modules(network, setup, is_reader=False)], setup.dtype)
+
+
+def planned_sizes(network: Network, dtype: torch.dtype, quantization: str) -> Sizes:
+    """The same for a machine that is not this one: no check of its devices, no communication."""
+    modules = []
+    for name in network.module_names:
+        module = network.skeleton(name, dtype)
+        if quantization != "none":
+            convert_linears(module, float32_names(network, name), layer_class(quantization))
+        modules.append(lay_out(module, network.block_names(name)))
+    return _sizes(modules, dtype)
+
+
+def _sizes(modules: Sequence[Sequence[Unit]], dtype: torch.dtype) -> Sizes:
     blocks = [unit.num_bytes for units in modules for unit in units if unit.name != REST]
     of_modules = [sum(unit.num_bytes for unit in units) for units in modules]
     return Sizes(
@@ -26,7 +43,7 @@ def measure(network: Network, setup: Setup) -> Sizes:
         largest_block=max(blocks, default=0),
         rest=sum(of_modules) - sum(blocks),
         num_blocks=len(blocks),
-        item_bytes=setup.dtype.itemsize,
+        item_bytes=dtype.itemsize,
     )
 
 

@@ -144,6 +144,9 @@ class ClassificationTask(
     def example(self, batch_size: int) -> PictureBatch:
         return self.collate([PictureSample(0, torch.zeros(self._processor.shape), 0)] * batch_size)
 
+    def stage_passes(self) -> int:
+        return 0
+
     def to_device(self, batch: PictureBatch, device: torch.device) -> PictureBatch:
         moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))
         if not self._recipe.task.channels_last:

@@ -42,7 +42,7 @@ def plan_quantized_modules(
     kind = layer_class(quantization)
     plans, num_bytes, converted_bytes = plan_modules(network, setup, is_reader), 0, 0
     for plan in plans:
-        converted = convert_linears(plan.module, _float32_names(network, plan.name), kind)
+        converted = convert_linears(plan.module, float32_names(network, plan.name), kind)
         for entry in (entry for unit in plan.units for entry in unit.entries):
             num_bytes += entry.num_bytes
             converted_bytes += 0 if converted.isdisjoint(entry.names) else entry.num_bytes
@@ -107,7 +107,7 @@ def _reads_weights(owner: nn.Module) -> bool:
     return isinstance(owner, nn.MultiheadAttention) or is_state_space
 
 
-def _float32_names(network: Network, name: str) -> set[str]:
+def float32_names(network: Network, name: str) -> set[str]:
     """Names of the parameters that the library keeps in float32 where the rest has 16 bits."""
     skeletons = (network.skeleton(name, dtype) for dtype in (torch.bfloat16, torch.float16))
     named = (pair for skeleton in skeletons for pair in skeleton.named_parameters(remove_duplicate=False))

@@ -1,0 +1,132 @@
+"""`distiller plan`: what a run will take on this machine or another one, before any weight is read."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from distiller.build import build_task
+from distiller.config.recipe import Recipe
+from distiller.errors import UserError
+from distiller.launch.checks import Launch, check_launch
+from distiller.launch.fsdp import fsdp_of_file
+from distiller.launch.request import LaunchRequest, read_launch_file
+from distiller.planner.machines import GIB, Machine, plan_machine
+from distiller.planner.plan import Plan, PlannedPlacement, make_plan
+from distiller.storage.saved_model import weights_may_be_missing
+from distiller.tasks.interfaces import Plannable, default_recipe
+
+HEADS = ("placement", "fits", "GPU GiB", "host GiB", "ms an update", "hours", "bound by, or why not")
+
+
+def plan(recipe: Recipe, options: argparse.Namespace) -> None:
+    """Prints a plan of the recipe, as a table or as JSON. Raises UserError."""
+    machine = plan_machine(
+        options.machine, options.gpus, options.gpu_memory, options.gpu, options.host_memory, options.machines
+    )
+    launch = _launch(options.config_file, machine, is_described=options.gpus is not None or options.machine is not None)
+    with weights_may_be_missing():
+        task = build_task(recipe)
+        if not isinstance(task, Plannable):
+            raise UserError(f"task.kind {recipe.task.kind} cannot be planned; run train --dry-run instead")
+        recipe = default_recipe(task, recipe)
+        check_launch(recipe, launch)
+        found = make_plan(recipe, task, launch, machine)
+    if options.json:
+        print(json.dumps(to_json(found), indent=2))
+    else:
+        print("\n".join(to_lines(found, recipe)))
+
+
+def _launch(config_file: str | None, machine: Machine, *, is_described: bool) -> Launch:
+    """The launch file's engine with as many processes as there are GPUs; DDP, or one process, without a file."""
+    count = machine.num_gpus * machine.num_machines if machine.num_gpus else None
+    if config_file is not None:
+        file = Path(config_file)
+        request = read_launch_file(file, count if is_described else None)
+        request = replace(request, num_machines=machine.num_machines)
+        return Launch(request, request.num_processes, fsdp_of_file(file, request.num_processes))
+    processes = count or 1
+    kind = "MULTI_GPU" if processes > 1 else "NO"
+    return Launch(LaunchRequest("distiller plan", processes, kind, False, "no", machine.num_machines), processes)
+
+
+def to_json(found: Plan) -> dict[str, Any]:
+    """The plan as JSON; sizes in GiB, times in milliseconds and hours."""
+    return {
+        "machine": found.machine.describe(),
+        "engine": found.layout.engine,
+        "num_processes": found.layout.num_processes,
+        "steps": found.steps,
+        "placements": [_row_to_json(found, row) for row in found.placements],
+        "choice": found.choice,
+    }
+
+
+def _row_to_json(found: Plan, row: PlannedPlacement) -> dict[str, Any]:
+    hours = found.hours(row)
+    return {
+        "name": row.name,
+        "fits": row.fits,
+        "why": row.why,
+        "gpu_gib_per_rank": [round(num_bytes / GIB, 3) for num_bytes in row.gpu_bytes],
+        "host_gib": round(row.host_bytes / GIB, 3),
+        "disk_gib": round(row.disk_bytes / GIB, 3),
+        "predicted_step_ms": None if row.step_ms is None else round(row.step_ms, 1),
+        "bound_by": row.bound_by,
+        "hours": None if hours is None else round(hours, 3),
+        "gpu_hours": None if hours is None else round(hours * found.layout.num_processes, 3),
+        "remedy": row.remedy,
+    }
+
+
+def to_lines(found: Plan, recipe: Recipe) -> list[str]:
+    """The plan as text."""
+    layout, steps = found.layout, f"{found.steps:,} updates"
+    head = (
+        f"{found.machine.describe()}; {layout.num_processes} process{'es' if layout.num_processes > 1 else ''} under "
+        f"{layout.engine}, {layout.mixed_precision if layout.mixed_precision != 'no' else 'float32'}; {steps}"
+    )
+    rows = [HEADS, *(_cells(found, row) for row in found.placements)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADS) - 1)]
+    table = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
+    ]
+    return [head, *(line.rstrip() for line in table), _choice(found, recipe)]
+
+
+def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
+    if not row.gpu_bytes:
+        return row.name, "no", "", "", "", "", row.why
+    hours = found.hours(row)
+    gpu = f"{max(row.gpu_bytes) / GIB:.1f}" if found.machine.num_gpus else ""
+    remedy = f"; it fits with {row.remedy}" if row.remedy else ""
+    return (
+        row.name,
+        "yes" if row.fits else "no",
+        gpu,
+        f"{row.host_bytes / GIB:.1f}",
+        "" if row.step_ms is None else f"{row.step_ms:,.0f}",
+        "" if hours is None else f"{hours:,.2f}",
+        row.bound_by if row.fits else f"{row.why}{remedy}",
+    )
+
+
+def _choice(found: Plan, recipe: Recipe) -> str:
+    if found.choice is None:
+        return "no placement fits; see what each would need"
+    fitting = [row for row in found.placements if row.fits and row.name != "cached"]
+    others = [row for row in fitting if row.name != found.choice][:2]
+    named = ", ".join(f"{row.name}{_ms(row)}" for row in others)
+    chosen = next(row for row in found.placements if row.name == found.choice)
+    text = f"auto chooses {found.choice}{_ms(chosen)}: the fastest that fits" + (f"; next {named}" if named else "")
+    asked = recipe.teacher.placement
+    return text if asked in ("auto", found.choice) else f"{text}; the recipe says {asked}"
+
+
+def _ms(row: PlannedPlacement) -> str:
+    return "" if row.step_ms is None else f" ({row.step_ms:,.0f} ms)"
