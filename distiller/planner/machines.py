@@ -22,7 +22,7 @@ class Gpu:
     """A kind of GPU, by its maker's data sheet; rates are without sparsity.
 
     Attributes:
-        memory_gib: of the whole card.
+        memory_gib: what CUDA says that the card has, in GiB.
         short_flops: a second, of matrix products in 16 bits with sums in float32.
         float32_flops: a second.
         bandwidth: bytes a second of its memory.
@@ -46,18 +46,18 @@ _PCIE5, _PCIE4, _PCIE3 = 54 * GB, 25 * GB, 12 * GB
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H200", 141, 989 * TERA, 67 * TERA, 4800 * GB, _PCIE5, 400 * GB),
-        Gpu("H100", 80, 989 * TERA, 67 * TERA, 3350 * GB, _PCIE5, 400 * GB),
-        Gpu("A100", 80, 312 * TERA, 19.5 * TERA, 2039 * GB, _PCIE4, 250 * GB),
-        Gpu("A100-40", 40, 312 * TERA, 19.5 * TERA, 1555 * GB, _PCIE4, 250 * GB),
-        Gpu("L40S", 48, 362 * TERA, 91.6 * TERA, 864 * GB, _PCIE4, 20 * GB),
-        Gpu("A6000", 48, 155 * TERA, 38.7 * TERA, 768 * GB, _PCIE4, 20 * GB),
-        Gpu("4090", 24, 165 * TERA, 82.6 * TERA, 1008 * GB, _PCIE4, 10 * GB),
-        Gpu("3090", 24, 71 * TERA, 35.6 * TERA, 936 * GB, _PCIE4, 10 * GB),
-        Gpu("A10", 24, 125 * TERA, 31.2 * TERA, 600 * GB, _PCIE4, 10 * GB),
-        Gpu("L4", 24, 121 * TERA, 30.3 * TERA, 300 * GB, _PCIE4, 10 * GB),
-        Gpu("V100", 32, 125 * TERA, 15.7 * TERA, 900 * GB, _PCIE3, 120 * GB, has_bfloat16=False),
-        Gpu("T4", 16, 65 * TERA, 8.1 * TERA, 320 * GB, _PCIE3, 8 * GB, has_bfloat16=False),
+        Gpu("H200", 139.8, 989 * TERA, 67 * TERA, 4800 * GB, _PCIE5, 400 * GB),
+        Gpu("H100", 79.1, 989 * TERA, 67 * TERA, 3350 * GB, _PCIE5, 400 * GB),
+        Gpu("A100", 79.2, 312 * TERA, 19.5 * TERA, 2039 * GB, _PCIE4, 250 * GB),
+        Gpu("A100-40", 39.4, 312 * TERA, 19.5 * TERA, 1555 * GB, _PCIE4, 250 * GB),
+        Gpu("L40S", 44.4, 362 * TERA, 91.6 * TERA, 864 * GB, _PCIE4, 20 * GB),
+        Gpu("A6000", 47.4, 155 * TERA, 38.7 * TERA, 768 * GB, _PCIE4, 20 * GB),
+        Gpu("4090", 23.6, 165 * TERA, 82.6 * TERA, 1008 * GB, _PCIE4, 10 * GB),
+        Gpu("3090", 23.6, 71 * TERA, 35.6 * TERA, 936 * GB, _PCIE4, 10 * GB),
+        Gpu("A10", 22.1, 125 * TERA, 31.2 * TERA, 600 * GB, _PCIE4, 10 * GB),
+        Gpu("L4", 22.2, 121 * TERA, 30.3 * TERA, 300 * GB, _PCIE4, 10 * GB),
+        Gpu("V100", 31.7, 125 * TERA, 15.7 * TERA, 900 * GB, _PCIE3, 120 * GB, has_bfloat16=False),
+        Gpu("T4", 14.6, 65 * TERA, 8.1 * TERA, 320 * GB, _PCIE3, 8 * GB, has_bfloat16=False),
     )
 }
 """From NVIDIA's data sheets of these products. `A100` is that of 80 GB with NVLink, as are H100, H200 and V100."""
@@ -133,7 +133,7 @@ def plan_machine(
     elif gpu is None and here:
         free = min(free_gpu_bytes(torch.device("cuda", index)) for index in range(here))
     else:
-        free = int(kind.memory_gib * GB * 1.0) - CONTEXT_BYTES
+        free = int(kind.memory_gib * GIB) - CONTEXT_BYTES
     count = num_gpus if num_gpus is not None else max(here, 1)
     if count < 1 or num_machines < 1:
         raise UserError(f"--gpus is {count} and --machines {num_machines}; each is at least 1")
@@ -155,7 +155,7 @@ def _parse_shorthand(text: str) -> tuple[int, str, str]:
     if found is None:
         raise UserError(f"--machine is '{text}'; write number, kind and memory of its GPUs, such as 4x3090-24G")
     gpu = _named(found[2])
-    return int(found[1]), gpu.name, f"{found[3]}GiB" if found[3] else f"{gpu.memory_gib}GB"
+    return int(found[1]), gpu.name, f"{found[3]}GiB" if found[3] else f"{gpu.memory_gib}GiB"
 
 
 def _named(name: str) -> Gpu:
@@ -165,20 +165,22 @@ def _named(name: str) -> Gpu:
     return known[name.lower()]
 
 
+def known_gpu(name: str) -> Gpu | None:
+    """The kind of a GPU by the name that CUDA gives it; None where its rates are not known."""
+    found = [gpu for kind, gpu in GPUS.items() if re.search(rf"\b{kind}\b", name)]
+    return found[0] if found else None
+
+
 def _of_this_machine(count: int, gpu_memory: str | None) -> Gpu:
     """The kind of this machine's GPUs, or of one that is described by its memory alone."""
     if count:
         name = torch.cuda.get_device_name(0)
-        found = [gpu for kind, gpu in GPUS.items() if re.search(rf"\b{kind}\b", name)]
-        if not found:
+        if (gpu := known_gpu(name)) is None:
             raise UserError(f"the rates of this machine's GPU ({name}) are not known; give the nearest: --gpu NAME")
-        return found[0]
+        return gpu
     if gpu_memory is None:
         raise UserError(f"this machine has no GPU; say which kind the plan is for: --gpu {', '.join(GPUS)}")
     # The smallest that has so much: memory is what was asked about.
-    size = parse_bytes(gpu_memory, "--gpu-memory") / GB
-    return min(
-        (gpu for gpu in GPUS.values() if gpu.memory_gib * 1.1 >= size),
-        key=lambda gpu: gpu.memory_gib,
-        default=GPUS["H200"],
-    )
+    size = parse_bytes(gpu_memory, "--gpu-memory") / GIB
+    large = [gpu for gpu in GPUS.values() if gpu.memory_gib * 1.1 >= size]
+    return min(large, key=lambda gpu: gpu.memory_gib, default=GPUS["H200"])

@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, final
 
 import torch
 
 from distiller.config.placements import PLACEMENTS
-from distiller.config.placements.base import Footprint, PlacementSpec, Sizes, TeacherTime, TeacherWork, World
+from distiller.config.placements.base import Footprint, PlacementSpec
 from distiller.config.recipe import Recipe
-from distiller.config.teacher import Teacher
 from distiller.errors import UserError
-from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.launch.checks import Launch, possible_precisions
-from distiller.launch.compile import NEVER_COMPILED
 from distiller.launch.student_layout import StudentLayout, layout_of_launch
-from distiller.planner.account import MARGIN, Account, make_account
-from distiller.planner.kernel_times import kernels_ms, optimizer_ms
+from distiller.planner.account import MARGIN
 from distiller.planner.machines import GIB, Machine
-from distiller.planner.traced_update import TracedUpdate, trace_update
+from distiller.planner.planned_run import PlannedRun
 from distiller.tasks.base import Task
-from distiller.tasks.interfaces import Plannable, ReplicatesHead
-from distiller.teachers.footprint import planned_sizes
+from distiller.tasks.interfaces import Plannable
 from distiller.teachers.rules import check_placement
-from distiller.training.student_memory import WEIGHTS, StudentState, student_state
+from distiller.training.student_memory import WEIGHTS
 from distiller.training.update_plan import last_step_of, plan_updates
-
-QUANTIZED_SPEED = {"none": 1.0, "fp8": 1.6, "int8": 1.0, "nf4": 0.8}
-"""How many times as fast a teacher's products are; of fp8 1.4 to 1.6 was measured (docs/performance.md)."""
 
 
 @final
@@ -87,50 +79,22 @@ class Plan:
         return (stages_ms + self.steps * row.step_ms) / 3.6e6
 
 
-@final
-@dataclass(frozen=True)
-class _Run:
-    """A run that is planned: the recipe and what follows from it on a machine."""
-
-    recipe: Recipe
-    task: Task[Any, Any]
-    launch: Launch
-    machine: Machine
-    layout: StudentLayout
-    teacher_dtype: torch.dtype
-    sizes: Sizes
-    state: StudentState
-    traced: TracedUpdate
-    steps: int
-
-    @property
-    def account(self) -> Account:
-        head = self.task.replicated_head_bytes(self.teacher_dtype) if isinstance(self.task, ReplicatesHead) else 0
-        return make_account(self.state, self.layout, self.traced, head, self.recipe.teacher.prefetch_steps)
-
-    @property
-    def world(self) -> World:
-        local = max(self.layout.num_processes // self.machine.num_machines, 1)
-        return World(self.layout.num_processes, local, self.machine.num_gpus)
-
-    def options(self, name: str) -> Teacher:
-        """The recipe's `teacher` section with this placement."""
-        return self.recipe.teacher.model_copy(update={"placement": name})
-
-
 def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> Plan:
-    """Plans a run. Reads no weights, needs no GPU and does not communicate. Raises UserError for what cannot run at all.
+    """Plans a run. Reads no weights, needs no GPU and does not communicate. Raises UserError for what cannot run.
 
     Args:
         task: the recipe's.
         launch: its `num_processes` are those of all machines.
     """
-    run = _open(recipe, task, launch, machine)
-    rows = [_row(run, spec) for spec in PLACEMENTS.values() if spec.memory is not None or spec.name == "cached"]
+    run = plan_run(recipe, task, launch, machine)
+    changes = _changes(run)
+    rows = [
+        _row(run, spec, changes) for spec in PLACEMENTS.values() if spec.memory is not None or spec.name == "cached"
+    ]
     rows.sort(key=lambda row: (not row.fits, row.step_ms is None, row.step_ms or 0.0, _rank(row.name, run)))
     fitting = [row.name for row in rows if row.fits and PLACEMENTS[row.name].is_auto_candidate]
     asked = recipe.teacher.placement
-    pass_ms = None if machine.gpu is None else _teacher_work(run, "replicated").pass_ms / recipe.train.batch_size
+    pass_ms = None if machine.gpu is None else run.teacher_work("replicated").pass_ms / recipe.train.batch_size
     return Plan(
         machine,
         run.layout,
@@ -142,7 +106,8 @@ def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mac
     )
 
 
-def _open(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> _Run:
+def plan_run(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> PlannedRun:
+    """The run of a recipe on a machine where it is not started. Raises UserError; see `make_plan`."""
     if launch.num_processes % machine.num_machines:
         raise UserError(
             f"{launch.num_processes} processes cannot be split over {machine.num_machines} machines evenly; give "
@@ -160,34 +125,11 @@ def _open(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine
     layout = layout_of_launch(recipe, launch, precision)
     named = recipe.teacher.dtype
     dtype = getattr(torch, named) if named != "auto" else torch.bfloat16 if has_bfloat16 else torch.float32
-    steps = last_step_of(
-        recipe, plan_updates(recipe, task.num_samples, layout.accumulation_steps, launch.num_processes)
-    )
-    compiles = (
-        machine.gpu is not None
-        and not layout.engine.startswith(tuple(NEVER_COMPILED))
-        and _is_compiled(recipe.train.compile, steps)
-    )
-    recomputes = recipe.train.gradient_checkpointing or (layout.fsdp is not None and layout.fsdp.recomputes)
-    traced = trace_update(
-        task,
-        recipe.train.batch_size,
-        dtype,
-        layout.weights_dtype,
-        layout.autocast_dtype,
-        recomputes=recomputes,
-        compiles=compiles,
-    )
-    state = student_state(task.student_skeleton().num_trained_parameters(), recipe, layout)
-    sizes = planned_sizes(task.network, dtype, recipe.teacher.quantization)
-    return _Run(recipe, task, launch, machine, layout, dtype, sizes, state, traced, steps)
+    updates = plan_updates(recipe, task.num_samples, layout.accumulation_steps, launch.num_processes)
+    return PlannedRun(recipe, task, machine, layout, dtype, last_step_of(recipe, updates))
 
 
-def _is_compiled(asked: str, steps: int) -> bool:
-    return asked != "none" and (asked != "auto" or steps >= MIN_UPDATES)
-
-
-def _rank(name: str, run: _Run) -> int:
+def _rank(name: str, run: PlannedRun) -> int:
     """Where a placement stands among those of the same predicted time, by what was measured."""
     speed = PLACEMENTS[name].speed
     if speed is None:
@@ -197,10 +139,17 @@ def _rank(name: str, run: _Run) -> int:
     return speed.one_process if run.world.num_local_ranks == 1 else speed.on_gpus
 
 
-def _row(run: _Run, spec: PlacementSpec[Any]) -> PlannedPlacement:
-    why_not = _why_not(run, spec)
-    if why_not:
-        return PlannedPlacement(spec.name, False, why_not)
+@final
+@dataclass(frozen=True)
+class _Needs:
+    """Memory that a placement takes; `why` it does not suffice, empty where it does."""
+
+    gpu_bytes: tuple[int, ...]
+    host_bytes: int
+    why: str
+
+
+def _needs(run: PlannedRun, spec: PlacementSpec[Any]) -> _Needs:
     options = spec.options.of(run.options(spec.name))
     needs = Footprint(0, 0) if spec.memory is None else spec.memory(run.sizes, options, run.world)
     gpu_bytes = _gpu_bytes(run, spec, options, needs)
@@ -208,22 +157,27 @@ def _row(run: _Run, spec: PlacementSpec[Any]) -> PlannedPlacement:
     if not run.machine.num_gpus:
         # Ranks stand for GPUs: what would lie there is in host memory too.
         host_bytes += run.account.beside_teacher * run.world.num_local_ranks
-    why = _shortage(run, gpu_bytes, host_bytes)
-    time = None if run.machine.gpu is None else _step(run, spec, options)
-    row = PlannedPlacement(
+    return _Needs(gpu_bytes, host_bytes, _shortage(run, gpu_bytes, host_bytes))
+
+
+def _row(run: PlannedRun, spec: PlacementSpec[Any], changes: Sequence[tuple[PlannedRun, str]]) -> PlannedPlacement:
+    if why_not := _why_not(run, spec):
+        return PlannedPlacement(spec.name, False, why_not)
+    needs, time = _needs(run, spec), None if run.machine.gpu is None else run.step_time(spec)
+    return PlannedPlacement(
         spec.name,
-        not why,
-        why,
-        gpu_bytes,
-        host_bytes,
+        not needs.why,
+        needs.why,
+        needs.gpu_bytes,
+        needs.host_bytes,
         _disk_bytes(run),
         None if time is None else time.ms,
         "" if time is None else time.bound_by,
+        _remedy(changes, spec) if needs.why else "",
     )
-    return row if row.fits else replace(row, remedy=_remedy(run, spec))
 
 
-def _why_not(run: _Run, spec: PlacementSpec[Any]) -> str:
+def _why_not(run: PlannedRun, spec: PlacementSpec[Any]) -> str:
     """Why a placement cannot run here, whatever the memory; empty where it can."""
     if not run.task.needs_live_teacher:
         return "" if spec.name == "replicated" else "the run asks no teacher while it trains"
@@ -236,11 +190,14 @@ def _why_not(run: _Run, spec: PlacementSpec[Any]) -> str:
         return str(error)
     own_gpus = getattr(options, "num_processes", 0) if spec.computes_elsewhere else 0
     if run.machine.num_gpus and own_gpus + run.world.num_local_ranks > run.machine.num_gpus:
-        return f"its {own_gpus} GPU and the ranks' {run.world.num_local_ranks} are more than the {run.machine.num_gpus}"
+        return (
+            f"teacher.devices asks for {own_gpus} GPU(s) beside those of the {run.world.num_local_ranks} rank(s), and "
+            f"there are {run.machine.num_gpus}"
+        )
     return ""
 
 
-def _gpu_bytes(run: _Run, spec: PlacementSpec[Any], options: Any, needs: Footprint) -> tuple[int, ...]:
+def _gpu_bytes(run: PlannedRun, spec: PlacementSpec[Any], options: Any, needs: Footprint) -> tuple[int, ...]:
     """The predicted peak on the GPU of each rank."""
     count = run.layout.num_processes
     if not run.machine.num_gpus:
@@ -255,7 +212,7 @@ def _gpu_bytes(run: _Run, spec: PlacementSpec[Any], options: Any, needs: Footpri
     return tuple(at_holder if rank == holder else account.peak(0) for rank in range(count))
 
 
-def _shortage(run: _Run, gpu_bytes: tuple[int, ...], host_bytes: int) -> str:
+def _shortage(run: PlannedRun, gpu_bytes: tuple[int, ...], host_bytes: int) -> str:
     """Which memory does not suffice, in words; empty where all does."""
     machine = run.machine
     if machine.num_gpus and max(gpu_bytes) * MARGIN > machine.gpu_memory:
@@ -265,45 +222,7 @@ def _shortage(run: _Run, gpu_bytes: tuple[int, ...], host_bytes: int) -> str:
     return ""
 
 
-def _teacher_work(run: _Run, name: str) -> TeacherWork:
-    assert run.machine.gpu is not None
-    spec, teacher = PLACEMENTS[name], run.recipe.teacher
-    under_zero = run.layout.zero_stage is not None
-    why_not = spec.why_not_compiled or (spec.why_not_compiled_beside_deepspeed if under_zero else "")
-    is_compiled = not why_not and _is_compiled(teacher.compile, run.steps)
-    speed = QUANTIZED_SPEED[teacher.quantization]
-    pass_ms = kernels_ms(run.traced.teacher_kernels, run.machine.gpu, is_compiled=is_compiled, product_speed=speed)
-    return TeacherWork(run.layout.accumulation_steps, pass_ms)
-
-
-def _step(run: _Run, spec: PlacementSpec[Any], options: Any) -> TeacherTime | None:
-    """The time of an update, and what most of it goes to."""
-    assert run.machine.gpu is not None and spec.time is not None
-    teacher = TeacherTime(0.0)
-    if run.task.needs_live_teacher:
-        teacher = spec.time(_teacher_work(run, spec.name), run.sizes, options, run.world, run.machine.links)
-    student_ms = _student_ms(run)
-    others = optimizer_ms(run.state, run.layout, run.machine.gpu)
-    if run.recipe.teacher.prefetch_steps:
-        # On one GPU both share its units: the longer of both is a limit that is reached where one waits for a link.
-        shares_gpu = teacher.bound_by == TeacherTime(0.0).bound_by and not spec.computes_elsewhere
-        ms = teacher.ms + student_ms if shares_gpu else max(teacher.ms, student_ms)
-    else:
-        ms = teacher.ms + student_ms
-    bound_by = f"teacher: {teacher.bound_by}" if teacher.ms > student_ms + others else "student"
-    return TeacherTime(ms + others, bound_by)
-
-
-def _student_ms(run: _Run) -> float:
-    assert run.machine.gpu is not None
-    compiles = not run.layout.engine.startswith(tuple(NEVER_COMPILED)) and _is_compiled(
-        run.recipe.train.compile, run.steps
-    )
-    once = kernels_ms(run.traced.student_kernels, run.machine.gpu, is_compiled=compiles)
-    return once * run.layout.accumulation_steps
-
-
-def _disk_bytes(run: _Run) -> int:
+def _disk_bytes(run: PlannedRun) -> int:
     """Checkpoints that are there at once, and the exported student."""
     saving, num_parameters = run.recipe.checkpoint, run.task.student_skeleton().num_trained_parameters()
     is_periodic = saving.every_steps is not None or saving.every_minutes is not None
@@ -312,39 +231,46 @@ def _disk_bytes(run: _Run) -> int:
     return num_parameters * WEIGHTS * (3 * count + 1)
 
 
-def _remedy(run: _Run, spec: PlacementSpec[Any]) -> str:
-    """The first single change of the recipe with which the placement fits; what costs the least time comes first."""
-    for overrides, text in _changes(run):
-        try:
-            changed = _open(_with(run.recipe, overrides), run.task, run.launch, run.machine)
-        except UserError:
+def _remedy(changes: Sequence[tuple[PlannedRun, str]], spec: PlacementSpec[Any]) -> str:
+    """The first single change of the recipe with which the placement fits; empty where none makes it fit."""
+    for changed, text in changes:
+        # Before a trace of the changed update, which takes seconds: what else there is may be too much.
+        if changed.machine.num_gpus and _at_rest(changed, spec) > changed.machine.gpu_memory:
             continue
-        if _why_not(changed, spec):
-            continue
-        options = spec.options.of(changed.options(spec.name))
-        needs = Footprint(0, 0) if spec.memory is None else spec.memory(changed.sizes, options, changed.world)
-        host_bytes = needs.host + changed.state.host * changed.world.num_local_ranks
-        if not _shortage(changed, _gpu_bytes(changed, spec, options, needs), host_bytes):
+        if not _why_not(changed, spec) and not _needs(changed, spec).why:
             return text
     return ""
 
 
-def _changes(run: _Run) -> list[tuple[dict[str, Mapping[str, Any]], str]]:
-    """(section -> values, the same as overrides in words)."""
-    recipe, found = run.recipe, []
-    if not recipe.train.gradient_checkpointing:
-        found.append(({"train": {"gradient_checkpointing": True}}, "train.gradient_checkpointing=true"))
-    if recipe.teacher.quantization == "none":
-        found.append(({"teacher": {"quantization": "int8"}}, "teacher.quantization=int8"))
-    size, total = recipe.train.batch_size, recipe.train.batch_size * run.layout.accumulation_steps
-    smaller = next((size // factor for factor in range(2, size + 1) if size % factor == 0), None)
-    if smaller is not None:
-        samples = total * run.layout.num_processes
-        values = {"batch_size": smaller, "gradient_accumulation_steps": None, "samples_per_update": samples}
-        found.append(({"train": values}, f"train.batch_size={smaller} train.samples_per_update={samples}"))
+def _at_rest(run: PlannedRun, spec: PlacementSpec[Any]) -> int:
+    """Bytes of the student's state and the teacher's weights on a GPU."""
+    options = spec.options.of(run.options(spec.name))
+    return (
+        run.state.gpu
+        - run.state.gradients
+        + (0 if spec.memory is None else spec.memory(run.sizes, options, run.world).gpu)
+    )
+
+
+def _changes(run: PlannedRun) -> list[tuple[PlannedRun, str]]:
+    """(the changed run, the change as overrides), what costs the least time first. They share their traces."""
+    recipe, layout, found = run.recipe, run.layout, []
+    train, teacher = recipe.train, recipe.teacher
+
+    def add(text: str, layout: StudentLayout = layout, **sections: Any) -> None:
+        found.append((replace(run, recipe=recipe.model_copy(update=sections), layout=layout), text))
+
+    if not train.gradient_checkpointing:
+        changed = train.model_copy(update={"gradient_checkpointing": True})
+        add("train.gradient_checkpointing=true", train=changed)
+    if teacher.quantization == "none":
+        add("teacher.quantization=int8", teacher=teacher.model_copy(update={"quantization": "int8"}))
+    size = train.batch_size
+    factor = next((factor for factor in range(2, size + 1) if size % factor == 0), None)
+    if factor is not None:
+        samples = size * layout.accumulation_steps * layout.num_processes
+        values = {"batch_size": size // factor, "gradient_accumulation_steps": None, "samples_per_update": samples}
+        more = replace(layout, accumulation_steps=layout.accumulation_steps * factor)
+        text = f"train.batch_size={size // factor} train.samples_per_update={samples}"
+        add(text, more, train=train.model_copy(update=values))
     return found
-
-
-def _with(recipe: Recipe, sections: Mapping[str, Mapping[str, Any]]) -> Recipe:
-    changed = {name: getattr(recipe, name).model_copy(update=dict(values)) for name, values in sections.items()}
-    return recipe.model_copy(update=changed)

@@ -105,6 +105,11 @@ class TeacherTime:
     ms: float
     bound_by: str = "computation"
 
+    @property
+    def is_computing(self) -> bool:
+        """Whether it goes to computation on the student's own GPU."""
+        return self.bound_by == "computation"
+
     def beside(self, num_bytes: float, rate: float, link: str) -> TeacherTime:
         """While it computes, bytes pass at so many a second: the longer of both."""
         passing_ms = num_bytes / rate * 1e3
