@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -28,9 +28,7 @@ from distiller.distributed.devices import quiet_libraries
 from distiller.distributed.process import world_size
 from distiller.errors import UserError
 from distiller.launch.accelerator import resolve_accumulation
-from distiller.launch.checks import check_nvme_room
-from distiller.launch.deepspeed import deepspeed_config, is_deepspeed_launch
-from distiller.launch.student_layout import StudentLayout
+from distiller.launch.deepspeed import is_deepspeed_launch
 from distiller.run_folder.output_dir import (
     Claim,
     check_output_dir,
@@ -48,20 +46,20 @@ from distiller.session import (
     prepare_stages,
     print_missing_durability,
     print_notices,
-    teacher_setup,
 )
 from distiller.student_preparation import Student, prepare_student
 from distiller.tasks import open_task
 from distiller.tasks.base import Task
-from distiller.tasks.interfaces import Cacheable, ReplicatesHead, default_recipe, notices_of
+from distiller.tasks.interfaces import Cacheable, default_recipe, notices_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
+from distiller.teacher_preparation import place_teacher
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization.error import QuantizationError
 from distiller.teachers.rules import check_placement, placement_notices
+from distiller.training.expectation import Expectation
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
-from distiller.training.student_memory import student_state
 from distiller.training.tracking import Tracker
 from distiller.training.update_plan import last_step_of, plan_updates
 
@@ -109,7 +107,7 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
             return Finished(recipe.train.max_steps or 0)
         raise
     session = join_world(default_recipe(task, recipe), task, planned_updates)
-    setup, head_bytes = _place_teacher(session)
+    setup, head_bytes = place_teacher(session)
     check_same_data(task, session.ranks)
     claim, cached, identity = _claim_folder(session, setup, resume)
     if claim.is_finished:
@@ -119,10 +117,13 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
     student = prepare_student(session, identity, claim.steps_done)
     loader = _open_loader(session, stages, claim.steps_done)
     memory = PlannedMemory(setup.reserved_bytes - head_bytes, setup.gpu_bytes)
+    expectation = None
+    if setup.update_bytes is not None and (teacher_bytes := setup.gpu_bytes.get(stages.placement)) is not None:
+        peak = setup.reserved_bytes + setup.update_bytes + teacher_bytes
+        expectation = Expectation(peak, setup.step_ms.get(stages.placement))
     compiles_blocks = {session.student_compile_mode, setup.compile_mode} != {"none"}
-    return _assemble(
-        session, stages, student, loader, claim.steps_done, began, head_bytes, memory, compiles_blocks=compiles_blocks
-    )
+    run = _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes, memory)
+    return replace(run, expectation=expectation, compiles_blocks=compiles_blocks)
 
 
 def build_task(recipe: Recipe) -> Task[Any, Any]:
@@ -155,35 +156,6 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
         if tracker not in available:
             raise UserError(f"tracking.trackers names {tracker}, which is not installed; pip install {tracker}")
     return task
-
-
-def _place_teacher(session: Session[Any]) -> tuple[Setup, int]:
-    """The teacher's place beside the student, and the bytes of its layers that every rank holds. Communicates.
-
-    The placement is resolved unless no teacher is asked in the loop. Raises UserError for a disk too small for the
-    student, and for a teacher that fits nowhere.
-    """
-    recipe, world, ranks = session.recipe, session.world, session.ranks
-    task: Task[Any, Any] = session.task
-    num_parameters = task.student_skeleton().num_trained_parameters()
-    if world.offload.is_on("nvme"):
-        zero = deepspeed_config(world.accelerator)["zero_optimization"]
-        local_share = ranks.local_world_size / ranks.world_size
-        ranks.all_succeed(lambda: check_nvme_room(zero, num_parameters, local_share))
-    head_bytes = task.replicated_head_bytes(session.teacher_dtype) if isinstance(task, ReplicatesHead) else 0
-    layout = StudentLayout(
-        world.engine,
-        ranks.world_size,
-        world.accumulation_steps,
-        world.mixed_precision,
-        world.offload,
-        world.fsdp,
-    )
-    state = student_state(num_parameters, recipe, layout)
-    setup = teacher_setup(session, state.gpu + head_bytes, state.host)
-    if task.needs_live_teacher and recipe.teacher.placement != "cached":
-        setup = resolve_placement(task.network, setup)
-    return setup, head_bytes
 
 
 def _claim_folder(
@@ -291,8 +263,6 @@ def _assemble(
     began: float,
     head_bytes: int,
     memory: PlannedMemory,
-    *,
-    compiles_blocks: bool,
 ) -> Run:
     """Opens the tracker and puts a run together. Communicates."""
     recipe, accelerator, first_step = session.recipe, session.accelerator, steps_done + 1
@@ -322,7 +292,6 @@ def _assemble(
         quantization_error=stages.quantization_error,
         replicated_head_bytes=head_bytes,
         planned_memory=memory,
-        compiles_blocks=compiles_blocks,
     )
 
 

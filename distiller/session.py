@@ -98,7 +98,16 @@ def teacher_setup(session: Session[Any], reserved_bytes: int = 0, reserved_host_
     options, ranks = session.recipe.teacher, session.ranks
     dtype, mode = session.teacher_dtype, session.teacher_compile_mode
     folders = session.recipe.stages_dir
-    return Setup(dtype, options, ranks, under_deepspeed, reserved_bytes, reserved_host_bytes, mode, folders)
+    return Setup(
+        dtype,
+        options,
+        ranks,
+        under_deepspeed,
+        reserved_bytes,
+        reserved_host_bytes,
+        compile_mode=mode,
+        stages_dir=folders,
+    )
 
 
 def check_same_data(task: Task[Any, Any], ranks: Ranks) -> None:

@@ -103,13 +103,13 @@ def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
     if not row.gpu_bytes:
         return row.name, "no", "", "", "", "", row.why
     hours = found.hours(row)
-    gpu = f"{max(row.gpu_bytes) / GIB:.1f}" if found.machine.num_gpus else ""
+    gpu = f"{max(row.gpu_bytes) / GIB:.2f}" if found.machine.num_gpus else ""
     remedy = f"; it fits with {row.remedy}" if row.remedy else ""
     return (
         row.name,
         "yes" if row.fits else "no",
         gpu,
-        f"{row.host_bytes / GIB:.1f}",
+        f"{row.host_bytes / GIB:.2f}",
         "" if row.step_ms is None else f"{row.step_ms:,.0f}",
         "" if hours is None else f"{hours:,.2f}",
         row.bound_by if row.fits else f"{row.why}{remedy}",

@@ -177,6 +177,7 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
     samples_per_s, error = outcome.metrics.get("perf/samples_per_s"), run.quantization_error
     if spent.timed_steps:
         samples_per_s = run.plan.samples_per_update * spent.timed_steps / spent.timed_s
+    expected = run.expectation
     summary = {
         "steps": run.last_step,
         "final_loss": loss if loss is not None and math.isfinite(loss) else None,
@@ -191,6 +192,8 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
         "student_params": run.student_parameters,
         "teacher_params": run.task.network.num_parameters(),
         "gpu_peak_gib": torch.cuda.max_memory_allocated() / GIB if torch.cuda.is_available() else None,
+        "expected_gpu_peak_gib": None if expected is None else expected.peak_bytes / GIB,
+        "expected_step_ms": None if expected is None else expected.step_ms,
         "failed_saves": spent.failed_saves,
         "evaluation": {},
         "wall_s": spent.wall_s,

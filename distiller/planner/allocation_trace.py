@@ -18,6 +18,11 @@ ALLOCATION_STEP = 512
 """Bytes to whose multiples torch's caching allocator rounds every request on a GPU."""
 
 
+aten = torch.ops.aten
+WITHOUT_WORK = (aten.new_empty, aten.empty_like, aten.new_empty_strided)
+"""Operations that only allocate."""
+
+
 class Kernel(NamedTuple):
     """An operation's work.
 
@@ -114,9 +119,9 @@ class AllocationTrace(TorchDispatchMode):
     ) -> None:
         own = {_key(tensor) for tensor in inputs}
         is_view = all(_key(output) in own for output in outputs) and not func._schema.is_mutable
-        if is_view or not outputs or not inputs:
-            return
         packet = func._overloadpacket
+        if is_view or not outputs or not inputs or packet in WITHOUT_WORK:
+            return
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result)) if packet in flop_registry else 0
         if self._is_one_kernel and not flops:
             return

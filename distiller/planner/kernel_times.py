@@ -23,7 +23,7 @@ HOST_BYTES = 28
 COMPILED_SHARE = 0.3
 """Of the bytes that operations other than products read and write, what is left once a compiler has merged them."""
 
-LAUNCH_MS = 0.006
+LAUNCH_MS = 0.018
 """For each operation that is not compiled: what the host takes to start it. It bounds small models."""
 
 

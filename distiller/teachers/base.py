@@ -150,6 +150,10 @@ class Setup:
         under_deepspeed: whether the student's engine is DeepSpeed; a sharded teacher then uses ZeRO-3.
         reserved_bytes: of each rank's device, for the student's state and the teacher's replicated output layer.
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
+        update_bytes: what an update takes of each rank's GPU beside `reserved_bytes` and the teacher's weights; None
+            where that is not known, and `auto` keeps a share of the free memory instead.
+        step_ms: placement -> predicted time of an update; empty where it is not known, and `auto` takes the order of
+            what was measured.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
         alternatives: the placements that a refusal may propose; None = all.
         stages_dir: where quantised weights are kept that are read again for every update; None where none are.
@@ -163,6 +167,8 @@ class Setup:
     under_deepspeed: bool = False
     reserved_bytes: int = 0
     reserved_host_bytes: int = 0
+    update_bytes: int | None = None
+    step_ms: Mapping[str, float] = field(default_factory=dict)
     compile_mode: str = "none"
     stages_dir: Path | StageFolders | None = None
     alternatives: tuple[str, ...] | None = None

@@ -41,11 +41,11 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
 
     def fits(with_activations: bool) -> Iterator[str]:
         if with_activations:
-            return fitting(needs, auto_budget, options, pack_devices, 1 - AUTO_SHARE)
-        return fitting(needs, budget, options, pack_devices, ACTIVATION_SHARE)
+            return fitting(needs, auto_budget, options, pack_devices, 1 - AUTO_SHARE, setup.step_ms)
+        return fitting(needs, budget, options, pack_devices, ACTIVATION_SHARE, setup.step_ms)
 
     if options.placement == AUTO:
-        name, reason = choose(needs["replicated"], auto_budget, fits, setup.reserved_bytes)
+        name, reason = choose(needs["replicated"], auto_budget, fits, setup)
         if ranks.is_main:
             print(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
@@ -60,7 +60,7 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
         mode = "none"
     if options.compile == "auto" and mode != "none" and ranks.is_main:
         print(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
-    affordable = [name for name in by_speed(budget) if name in needs and needs[name].host <= budget.host]
+    affordable = [name for name in by_speed(budget, setup.step_ms) if name in needs and needs[name].host <= budget.host]
     gpu_bytes = {name: needs[name].gpu for name in affordable}
     return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -14,7 +15,7 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_map.maps import Packing, budgets_of_devices
 from distiller.teachers.device_map.module_partition import separate_shared_names
 from distiller.teachers.device_map.teacher import pack
-from distiller.teachers.footprint import AUTO_SHARE
+from distiller.teachers.footprint import AUTO_SHARE, kept_for_updates
 from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.loading import ModulePlan
 
@@ -24,8 +25,17 @@ PackDevices = Callable[[str, float], Packing]
 """(placement, share of each GPU's free memory to keep for activations) -> how its device maps fill the node's GPUs."""
 
 
-def by_speed(budget: MemoryBudget) -> list[str]:
-    """The placements that may be proposed instead of another one, fastest first on this machine."""
+def by_speed(budget: MemoryBudget, step_ms: Mapping[str, float] | None = None) -> list[str]:
+    """The placements that may be proposed instead of another one, fastest first on this machine.
+
+    By predicted times, to whole milliseconds, where there are any; else, and where these are equal, as was measured.
+    """
+    order = _by_measured_speed(budget)
+    predicted = step_ms or {}
+    return sorted(order, key=lambda name: round(predicted.get(name, math.inf if predicted else 0.0), 0))
+
+
+def _by_measured_speed(budget: MemoryBudget) -> list[str]:
     speeds = {spec.name: spec.speed for spec in PLACEMENTS.values() if spec.speed is not None}
     if budget.gpu is None:
         return sorted(speeds, key=lambda name: speeds[name].on_cpus)
@@ -54,7 +64,8 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
         ranks = setup.ranks
 
         def on_node() -> Packing:
-            budgets = budgets_of_devices(ranks, setup.reserved_bytes, gpus_of_ranks, kept_share)
+            filled_share, reserved = kept_for_updates(setup, 1 - kept_share)
+            budgets = budgets_of_devices(ranks, reserved, gpus_of_ranks, 1 - filled_share)
             return replace(pack(plans, rule.make, budgets, rule.allows_disk), maps=[])
 
         # Only one rank of a node measures, since measuring changes the free memory. The maps must fit on every node.
@@ -70,6 +81,7 @@ def fitting(
     options: Teacher,
     pack_devices: PackDevices | None,
     kept_share: float,
+    step_ms: Mapping[str, float] | None = None,
 ) -> Iterator[str]:
     """The placements that fit, fastest first; each is checked only when the iterator comes to it.
 
@@ -80,6 +92,7 @@ def fitting(
         needs: placement -> its footprint, for placements that may run here.
         budget: bytes for the teacher when `kept_share` of free memory is kept for activations.
         pack_devices: how device maps would fill this node's GPUs; None on a machine without GPUs.
+        step_ms: see `by_speed`.
     """
 
     def fits(name: str) -> bool:
@@ -90,7 +103,7 @@ def fitting(
         gpu = _budget_of(name, budget, options).gpu
         return needs[name].host <= budget.host and (gpu is None or needs[name].gpu <= gpu)
 
-    return (name for name in by_speed(budget) if fits(name))
+    return (name for name in by_speed(budget, step_ms) if fits(name))
 
 
 def check_fits(
@@ -124,26 +137,36 @@ def advice(names: Iterable[str]) -> str:
 
 
 def choose(
-    whole: Footprint, budget: MemoryBudget, fits: Callable[[bool], Iterable[str]], reserved: int
+    whole: Footprint, budget: MemoryBudget, fits: Callable[[bool], Iterable[str]], setup: Setup
 ) -> tuple[str, str]:
     """(The placement that `auto` chooses, the reason in one line).
 
     Args:
         whole: footprint of `replicated`.
-        budget: what the student leaves of `AUTO_SHARE` of the free memory.
-        fits: the placements that fit, fastest first: with memory for activations (True), or without (False).
-        reserved: bytes of the student's state of one rank, on its GPU, or in host memory without GPUs.
+        budget: what student and updates leave of the free memory; see `kept_for_updates`.
+        fits: the placements that fit, fastest first: with memory for updates (True), or without (False).
+        setup: the student's memory, what is known of an update, and predicted times.
     """
+    share, reserved = (
+        kept_for_updates(setup, AUTO_SHARE) if budget.gpu is not None else (AUTO_SHARE, setup.reserved_bytes)
+    )
     student = reserved * (budget.num_ranks if budget.gpu is None else 1)
     taken, free = (whole.host, budget.host) if budget.gpu is None else (whole.gpu, budget.gpu)
     where = "host memory" if budget.gpu is None else "the GPU with least"
+    holders = "a whole teacher and the student" if reserved == setup.reserved_bytes else "a whole teacher and an update"
     reason = (
-        f"a whole teacher and the student take {(taken + student) / GIB:.2f} GiB of the {(free + student) / GIB:.2f} "
-        f"that are {AUTO_SHARE:.0%} of what {where} has free"
+        f"{holders} take {(taken + student) / GIB:.2f} GiB of the {(free + student) / GIB:.2f} that are {share:.0%} of "
+        f"what {where} has free"
     )
-    fitting_names = (name for with_activations in (True, False) for name in fits(with_activations))
+    fitting_names = (name for with_updates in (True, False) for name in fits(with_updates))
     # If nothing fits, the caller's check refuses `replicated` and says so.
-    return next((name for name in fitting_names if PLACEMENTS[name].is_auto_candidate), "replicated"), reason
+    chosen = next((name for name in fitting_names if PLACEMENTS[name].is_auto_candidate), "replicated")
+    order = by_speed(budget, setup.step_ms)
+    if setup.step_ms and chosen in order:
+        slower = [name for name in order[order.index(chosen) + 1 :] if PLACEMENTS[name].is_auto_candidate]
+        times = [f"{name} {setup.step_ms[name]:,.0f} ms" for name in (chosen, *slower[:2]) if name in setup.step_ms]
+        reason += f"; an update is predicted to take, by placement: {', '.join(times)}"
+    return chosen, reason
 
 
 def _budget_of(name: str, budget: MemoryBudget, options: Teacher) -> MemoryBudget:

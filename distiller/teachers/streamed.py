@@ -9,7 +9,7 @@ from distiller.config.placements.shared_options import BlockBufferOptions
 from distiller.config.placements.streamed import StreamedOptions
 from distiller.distributed.free_memory import free_gpu_bytes
 from distiller.teachers.base import Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
-from distiller.teachers.footprint import AUTO_SHARE
+from distiller.teachers.footprint import AUTO_SHARE, kept_for_updates
 from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streaming.block_offload import OffloadedBlock, OffloadedModules, allocate_buffers
 from distiller.teachers.streaming.buffer_pool import BlockBuffer, Copier
@@ -112,9 +112,9 @@ def choose_resident(plans: Sequence[ModulePlan], setup: Setup) -> set[tuple[str,
 
 
 def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
-    """Number of blocks that fit in `AUTO_SHARE` of the GPU's free memory beside the student and the pool's buffers.
+    """Number of blocks that fit in the GPU's free memory beside student, updates and the pool's buffers.
 
-    The rest of the free memory is for activations. 0 on the CPU, and for a teacher without blocks.
+    See `kept_for_updates`. 0 on the CPU, and for a teacher without blocks.
     """
     device, options = setup.ranks.device, BlockBufferOptions.of(setup.options)
     if device.type != "cuda":
@@ -123,6 +123,6 @@ def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
     if not sizes:
         return 0
     rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
-    free = int(free_gpu_bytes(device) * AUTO_SHARE)
-    budget = free - setup.reserved_bytes - rest - options.ring_blocks * max(sizes)
+    share, reserved = kept_for_updates(setup, AUTO_SHARE)
+    budget = int(free_gpu_bytes(device) * share) - reserved - rest - options.ring_blocks * max(sizes)
     return max(budget // max(sizes), 0)

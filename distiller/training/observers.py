@@ -1,4 +1,4 @@
-"""What watches the updates of a session: times, profiles, attention kernels, compilation, allocations."""
+"""What watches the updates of a session: times, profiles, attention kernels, compilation, memory."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import final
 
 from distiller.training.attention_kernels import AttentionNotice
+from distiller.training.expectation import ExpectationNotice
 from distiller.training.out_of_memory import AllocationRecorder
 from distiller.training.profiling import StepProfiler
 from distiller.training.recompilations import RecompilationNotice
@@ -24,6 +25,7 @@ class Observers:
     attention: AttentionNotice
     recompilations: RecompilationNotice
     allocations: AllocationRecorder
+    expectation: ExpectationNotice
 
     @classmethod
     def of(cls, run: Run) -> Observers:
@@ -35,6 +37,7 @@ class Observers:
             AttentionNotice(steps, ranks, first_step),
             RecompilationNotice(ranks, first_step),
             AllocationRecorder(run),
+            ExpectationNotice(run.expectation, ranks, first_step),
         )
 
     @property
@@ -55,6 +58,7 @@ class Observers:
         self.profiler.end(step)
         self.recompilations.end(step)
         self.allocations.end(step)
+        self.expectation.end(step)
 
     def close(self) -> None:
         """Ends recordings, and the profiles of an update that failed, of which torch complains at the process's end."""

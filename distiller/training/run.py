@@ -21,6 +21,7 @@ from distiller.student_state.moving_average import MovingAverage
 from distiller.tasks.base import Task
 from distiller.teachers.base import Teacher
 from distiller.teachers.quantization.error import QuantizationError
+from distiller.training.expectation import Expectation
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.tracking import Tracker
 
@@ -58,6 +59,8 @@ class Run:
     compiles_blocks: bool = False
     """Whether the teacher's or the student's blocks are compiled."""
     planned_memory: PlannedMemory = field(default_factory=PlannedMemory)
+    expectation: Expectation | None = None
+    """What was predicted of the GPU; None without one."""
 
     @property
     def sampling_teacher(self) -> Teacher | None:

@@ -56,7 +56,8 @@ class Node:
         return list(fitting(self.needs, self.budget(share), self.setup.options, self.pack, 1 - share))
 
     def choose(self) -> tuple[str, str]:
-        return choose(self.needs["replicated"], self.budget(AUTO_SHARE), self.fits, int(self.student_gib * GIB))
+        setup = replace(self.setup, reserved_bytes=int(self.student_gib * GIB))
+        return choose(self.needs["replicated"], self.budget(AUTO_SHARE), self.fits, setup)
 
     def check(self, name: str) -> None:
         options = self.setup.options.model_copy(update={"placement": name})
@@ -161,7 +162,7 @@ def test_no_device_map_is_made_where_something_faster_fits():
         def fits(with_activations: bool, node: Node = node):
             return fitting(node.needs, node.budget(AUTO_SHARE), node.setup.options, never, 0.2)
 
-        assert choose(node.needs["replicated"], node.budget(AUTO_SHARE), fits, 0)[0] == chosen
+        assert choose(node.needs["replicated"], node.budget(AUTO_SHARE), fits, node.setup)[0] == chosen
 
 
 def test_auto_takes_what_leaves_nothing_for_activations_before_it_gives_up():

@@ -1,0 +1,58 @@
+"""What a run that is about to start will take of its GPUs, from which `auto` chooses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+
+from distiller.config.placements import PLACEMENTS
+from distiller.config.recipe import Recipe
+from distiller.launch.student_layout import StudentLayout
+from distiller.planner.account import WORKSPACE
+from distiller.planner.machines import Machine, known_gpu
+from distiller.planner.planned_run import PlannedRun
+from distiller.tasks.base import Task
+
+
+@final
+@dataclass(frozen=True)
+class Forecast:
+    """Of one rank.
+
+    Attributes:
+        update_bytes: the most that an update takes of a GPU beside the teacher's weights and the student's state.
+        gradients: bytes of the student's gradients, which are part of its state, and are in `update_bytes` where they
+            meet activations.
+        step_ms: placement -> time of an update; empty where the rates of this kind of GPU are not known.
+    """
+
+    update_bytes: int
+    gradients: int
+    step_ms: Mapping[str, float] = field(default_factory=dict)
+
+
+def forecast(
+    recipe: Recipe,
+    task: Task[Any, Any],
+    layout: StudentLayout,
+    teacher_dtype: torch.dtype,
+    steps: int,
+    device: torch.device,
+    num_machines: int,
+) -> Forecast:
+    """Follows an update of a run on this machine's GPUs; takes seconds. Reads no weights and does not communicate.
+
+    Raises whatever torch raises where a model cannot be followed without data.
+    """
+    gpu = known_gpu(torch.cuda.get_device_name(device))
+    # What fits is decided from the memory that is free on each rank; here it is not asked.
+    machine = Machine(gpu, torch.cuda.device_count(), 0, 0, num_machines)
+    run = PlannedRun(recipe, task, machine, layout, teacher_dtype, steps)
+    step_ms = {}
+    if gpu is not None:
+        timed = (spec for spec in PLACEMENTS.values() if spec.time is not None and spec.speed is not None)
+        step_ms = {spec.name: run.step_time(spec).ms for spec in timed}
+    return Forecast(run.account.update + WORKSPACE, run.state.gradients, step_ms)
