@@ -16,7 +16,7 @@ from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.launch.compile import NEVER_COMPILED
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.account import Account, make_account
-from distiller.planner.kernel_times import kernels_ms, optimizer_ms
+from distiller.planner.kernel_times import FORWARD_SHARE, STUDENT_SHARE, kernels_ms, optimizer_ms
 from distiller.planner.machines import Machine
 from distiller.planner.traced_update import TracedUpdate, trace_update
 from distiller.tasks.base import Task
@@ -118,9 +118,18 @@ class PlannedRun:
             self.traced.teacher_kernels,
             self.machine.gpu,
             is_compiled=not why_not and self._is_compiled(teacher.compile),
+            share=FORWARD_SHARE,
             product_speed=QUANTIZED_SPEED[teacher.quantization],
         )
         return TeacherWork(self.layout.accumulation_steps, pass_ms)
+
+    @property
+    def student_ms(self) -> float:
+        """Of an update's passes through the student, forward and backward; on a machine with GPUs."""
+        assert self.machine.gpu is not None
+        compiles = self.compiles_student
+        once = kernels_ms(self.traced.student_kernels, self.machine.gpu, is_compiled=compiles, share=STUDENT_SHARE)
+        return once * self.layout.accumulation_steps
 
     def step_time(self, spec: PlacementSpec[Any]) -> TeacherTime:
         """The time of an update under a placement, and what most of it goes to; on a machine with GPUs."""
@@ -129,8 +138,7 @@ class PlannedRun:
         if self.task.needs_live_teacher:
             options = spec.options.of(self.options(spec.name))
             teacher = spec.time(self.teacher_work(spec.name), self.sizes, options, self.world, self.machine.links)
-        once = kernels_ms(self.traced.student_kernels, self.machine.gpu, is_compiled=self.compiles_student)
-        student_ms = once * self.layout.accumulation_steps
+        student_ms = self.student_ms
         optimizer = optimizer_ms(self.state, self.layout, self.machine.gpu)
         # Asked ahead, the teacher's time hides behind the student's where it waits for a link or computes elsewhere. On
         # one GPU both share its units.

@@ -1,4 +1,4 @@
-"""Peaks that the planner predicts, from descriptions alone, against those that were measured on one and two H200.
+"""Peaks and times that the planner predicts, from descriptions alone, against those measured on one and two H200.
 
 The measured figures are those of docs/performance.md, and the commands that measured them stand there. Weights are not
 needed: the models are described by their config files.
@@ -64,7 +64,7 @@ MEASURED = [
     ("llama-8b", None, COMPILED, 42.9),
     ("llama-8b", None, ["teacher.placement=streamed"], 37.2),
 ]
-ALLOWED = 0.04
+ALLOWED, ALLOWED_TIME = 0.04, 0.30
 
 
 @pytest.fixture(scope="module")
@@ -143,3 +143,23 @@ def test_predicted_peaks_are_those_that_were_measured(recipes, model, launch, ov
     world = World(processes, processes, processes)
     teacher = spec.memory(run.sizes, spec.options.of(recipe.teacher), world).gpu
     assert run.account.peak(teacher) / GIB == pytest.approx(measured, rel=ALLOWED)
+
+
+TIMES = [
+    # model, overrides, milliseconds of the teacher and of the student's passes
+    ("wan-1.3b", [], 67.1, 81.0),
+    ("wan-14b", [*WAN_14B, *COMPILED], 72.6, 47.5),
+    ("llama-8b", [], 230, 188),
+    ("llama-8b", COMPILED, 189.5, 142),
+]
+
+
+@pytest.mark.parametrize(("model", "overrides", "teacher_ms", "student_ms"), TIMES)
+def test_predicted_times_are_near_those_that_were_measured(recipes, model, overrides, teacher_ms, student_ms):
+    recipe = load(str(recipes[model]), overrides)
+    with weights_may_be_missing():
+        task = build_task(recipe)
+    machine = Machine(GPUS["H200"], 1, 139 * GIB, 500 * GIB)
+    run = PlannedRun(recipe, task, machine, layout_of_launch(recipe, Launch(), "bf16"), torch.bfloat16, 40)
+    assert run.teacher_work("replicated").ms == pytest.approx(teacher_ms, rel=ALLOWED_TIME)
+    assert run.student_ms == pytest.approx(student_ms, rel=ALLOWED_TIME)
