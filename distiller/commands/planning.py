@@ -96,7 +96,7 @@ def to_lines(found: Plan, recipe: Recipe) -> list[str]:
     table = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
-    return [head, *(line.rstrip() for line in table), _choice(found, recipe)]
+    return [head, *(line.rstrip() for line in table), _choice(found, recipe), *_older_rule(found)]
 
 
 def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
@@ -126,6 +126,15 @@ def _choice(found: Plan, recipe: Recipe) -> str:
     text = f"auto chooses {found.choice}{_ms(chosen)}: the fastest that fits" + (f"; next {named}" if named else "")
     asked = recipe.teacher.placement
     return text if asked in ("auto", found.choice) else f"{text}; the recipe says {asked}"
+
+
+def _older_rule(found: Plan) -> list[str]:
+    """What the older trainer's rule would have chosen: the fastest was not asked for."""
+    older = "balanced" if found.machine.num_gpus > 1 else "cpu"
+    row = next(row for row in found.placements if row.name == older)
+    if found.choice in (None, older) or not row.gpu_bytes:
+        return []
+    return [f"the older rule (two GPUs or more: balanced, else cpu) would choose {older}{_ms(row)}"]
 
 
 def _ms(row: PlannedPlacement) -> str:

@@ -20,7 +20,7 @@ from distiller.teachers import Request, factory
 from distiller.teachers.device_map.maps import Packing
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.fitting import by_speed, check_fits, choose, fitting
-from distiller.teachers.footprint import AUTO_SHARE, footprints, measure, memory_budget
+from distiller.teachers.footprint import AUTO_SHARE, FILLED_SHARE, footprints, kept_for_updates, measure, memory_budget
 from distiller.teachers.rules import check_placement
 from tests.placement_contract import requests_of
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -40,7 +40,9 @@ class Node:
         self.needs = footprints(WAN, self.setup, self.budget(1))
 
     def budget(self, share: float) -> MemoryBudget:
-        free = int(max(self.free_gib * share - self.student_gib, 0) * GIB)
+        share, reserved = kept_for_updates(self.setup, share)
+        kept_gib = reserved / GIB if reserved else self.student_gib
+        free = int(max(self.free_gib * share - kept_gib, 0) * GIB)
         return MemoryBudget(free, int(self.host_gib * GIB), self.num_gpus, self.num_gpus, (free,) * self.num_gpus)
 
     def pack(self, placement: str, kept_share: float) -> Packing:
@@ -53,7 +55,8 @@ class Node:
 
     def fits(self, with_activations: bool) -> list[str]:
         share = AUTO_SHARE if with_activations else 1
-        return list(fitting(self.needs, self.budget(share), self.setup.options, self.pack, 1 - share))
+        options, times = self.setup.options, self.setup.step_ms
+        return list(fitting(self.needs, self.budget(share), options, self.pack, 1 - share, times))
 
     def choose(self) -> tuple[str, str]:
         setup = replace(self.setup, reserved_bytes=int(self.student_gib * GIB))
@@ -98,6 +101,49 @@ def test_what_does_not_fit_is_refused_with_what_does(name, free_gib, host_gib, f
     said = rf"teacher\.placement {name} takes .* GiB .*these fit, fastest first: {', '.join(fitting)}$"
     with pytest.raises(UserError, match=said):
         node.check(name)
+
+
+def test_what_an_update_takes_is_kept_free_in_place_of_a_share_of_the_memory():
+    """28 GiB of weights on a GPU with 40 free: a fifth would leave too little, and an update takes 3 GiB."""
+    node = Node(1, 40)
+    assert node.choose()[0] == "replicated"
+    tight = Node(1, 34)
+    assert tight.choose()[0] == "streamed"
+    assert kept_for_updates(tight.setup, AUTO_SHARE) == (AUTO_SHARE, 0)
+    known = replace(tight.setup, reserved_bytes=2 * GIB, update_bytes=3 * GIB)
+    assert kept_for_updates(known, AUTO_SHARE) == (FILLED_SHARE, 5 * GIB)
+    # Nothing is kept for the question whether it can work at all.
+    assert kept_for_updates(known, 1.0) == (1.0, 2 * GIB)
+    tight.setup = known
+    name, reason = tight.choose()
+    assert name == "replicated"
+    assert reason.startswith("a whole teacher and an update take 32.00 GiB of the 32.98 that are 97% of ")
+
+
+def test_predicted_times_decide_and_what_was_measured_where_they_are_equal():
+    two = Node(2, 80).budget(1)
+    # To whole milliseconds: `streamed` and `sharded` are as fast as `replicated`, by which the order stays.
+    times = {
+        "replicated": 90.2,
+        "streamed": 90.4,
+        "sharded": 89.9,
+        "balanced": 150,
+        "disk": 700,
+        "cpu": 9000,
+        "swap": 600,
+    }
+    assert by_speed(two, times) == [
+        *("replicated", "streamed", "sharded", "balanced", "swap", "disk", "cpu", "rank0", "sequential")
+    ]
+    node = Node(2, 24)
+    node.setup = replace(
+        node.setup, step_ms={"streamed": 417.0, "balanced": 300.0, "disk": 2000.0, "replicated": 200.0}
+    )
+    name, reason = node.choose()
+    assert name == "balanced"
+    assert reason.endswith(
+        "; an update is predicted to take, by placement: balanced 300 ms, streamed 417 ms, disk 2,000 ms"
+    )
 
 
 def test_a_refusal_of_everything_says_so():
