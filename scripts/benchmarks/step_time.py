@@ -150,6 +150,7 @@ def main() -> None:
         "optimiz",
         "   data",
         "GPU peak GiB",
+        "predicted ms, GiB",
         "host peak GiB",
         "last loss",
     ]
@@ -162,9 +163,11 @@ def main() -> None:
         )
         memory = metrics["memory/gpu_peak_gib_max"]
         peak_gib = "-" if memory is None else f"{memory:.2f}"
+        expected = metrics["expected_step_ms"], metrics["expected_gpu_peak_gib"]
+        predicted = ", ".join("-" if value is None else f"{value:.2f}" for value in expected)
         print(
             f"{name:14} | {placement:16} | {checkpointing:13} | {ahead:5} | {shown} | {peak_gib:>12} | "
-            f"{metrics['memory/host_peak_gib']:13.1f} | {metrics['loss']:.6f} | "
+            f"{predicted:>17} | {metrics['memory/host_peak_gib']:13.1f} | {metrics['loss']:.6f} | "
             + ", ".join(f"{limit:.1f}" for limit in limits)
         )
 
