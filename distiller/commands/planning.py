@@ -15,6 +15,7 @@ from distiller.errors import UserError
 from distiller.launch.checks import Launch, check_launch
 from distiller.launch.fsdp import fsdp_of_file
 from distiller.launch.request import LaunchRequest, read_launch_file
+from distiller.planner.chart import check_chart, write_chart
 from distiller.planner.machines import GIB, Machine, plan_machine
 from distiller.planner.plan import Plan, PlannedPlacement, make_plan
 from distiller.storage.saved_model import weights_may_be_missing
@@ -25,6 +26,8 @@ HEADS = ("placement", "fits", "GPU GiB", "host GiB", "ms an update", "hours", "b
 
 def plan(recipe: Recipe, options: argparse.Namespace) -> None:
     """Prints a plan of the recipe, as a table or as JSON. Raises UserError."""
+    if options.plot is not None:
+        check_chart(options.plot)
     machine = plan_machine(
         options.machine, options.gpus, options.gpu_memory, options.gpu, options.host_memory, options.machines
     )
@@ -36,6 +39,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> None:
         recipe = default_recipe(task, recipe)
         check_launch(recipe, launch)
         found = make_plan(recipe, task, launch, machine)
+    if options.plot is not None:
+        write_chart(found, options.plot)
     if options.json:
         print(json.dumps(to_json(found), indent=2))
     else:

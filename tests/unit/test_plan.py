@@ -276,6 +276,19 @@ def test_what_cannot_be_planned_is_said_in_one_line(options, said, capsys):
     assert said in lines[-1]
 
 
+@pytest.mark.parametrize("options", [["--machine", "2x3090-24G"], []])
+def test_it_draws_a_picture(tmp_path, options, capsys):
+    file = tmp_path / "plan.svg"
+    assert main(["plan", "digits-wan", "--host-memory", "64GiB", *options, "--plot", str(file)]) == 0
+    drawn = file.read_text()
+    assert drawn.startswith("<?xml")
+    assert len(drawn) > 10_000
+    assert main(["plan", "digits-wan", "--plot", "plan.txt"]) == 2
+    assert "--plot plan.txt: the name must end with .png, .svg, .pdf" in capsys.readouterr().err
+    assert main(["plan", "digits-wan", "--plot", "nowhere/plan.png"]) == 2
+    assert "its folder does not exist" in capsys.readouterr().err
+
+
 def test_a_mistake_in_the_recipe_is_the_recipe_s(capsys):
     assert main(["plan", "digits-wan", "optim.lrr=1"]) == 2
     assert "optim.lrr" in capsys.readouterr().err
