@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -43,7 +44,7 @@ from distiller.vision.labels import class_numbers
 from distiller.vision.library import new_model
 from distiller.vision.objective import cross_entropy, tempered_divergence
 from distiller.vision.prediction_grid import prediction_grid
-from distiller.vision.samples import Augmentation, split_held_out
+from distiller.vision.samples import Augmentation, PictureBatch, split_held_out
 from distiller.vision.sources import open_pictures
 from distiller.vision.structure import first_tensor, inspect_model
 from distiller.vision.student import check_features
@@ -600,6 +601,29 @@ class TestRuns:
         assert "below the gate of 90.0%" in task.missed_gate({"accuracy_ratio": None})
         assert parse_task(make_data()).missed_gate({"accuracy_ratio": 0.0}) is None
 
+    def test_accuracies_and_agreement_are_shares_of_the_pictures(self, monkeypatch):
+        """Five pictures in two batches; their two channels are the classes that the teacher and the student name."""
+        monkeypatch.setattr(evaluation, "MIN_TIMED_S", 0.0)
+        labels, pixels = torch.tensor([0, 1, 2, 2, 0]), torch.tensor([[0, 0], [1, 1], [2, 0], [0, 0], [0, 2]])
+
+        def logits(pixels: torch.Tensor, channel: int) -> torch.Tensor:
+            return F.one_hot(pixels[:, channel, 0, 0].long(), 3).float()
+
+        def answer(requests: list[Request]) -> list[dict[str, torch.Tensor]]:
+            return [{"logits": logits(request.inputs["pixels"], 0)} for request in requests]
+
+        def student(pixel_values: torch.Tensor) -> SimpleNamespace:
+            return SimpleNamespace(logits=logits(pixel_values, 1))
+
+        teacher: Any = SimpleNamespace(predict=answer)
+        pixels = pixels[..., None, None].float()
+        parts = [PictureBatch(tuple(ids), pixels[list(ids)], labels[list(ids)]) for ids in (range(3), range(3, 5))]
+        report = evaluation.compare(teacher, cast(Any, student), parts, lambda pixels: pixels)
+        assert {name: figure for name, figure in report.items() if "_per_s" not in name and name != "speed_ratio"} == {
+            "num_samples": 5, "student_accuracy": 0.4, "teacher_accuracy": 0.8, "accuracy_ratio": 0.5,
+            "agreement": 0.6, "batch_size": 3,
+        }  # fmt: skip
+
     @pytest.mark.parametrize(("pass_s", "num_passes"), [(0.25, 5), (0.0625, 8)])
     def test_speed_is_of_five_passes_or_of_as_many_as_half_a_second_holds(self, monkeypatch, pass_s, num_passes):
         """The first pass, which is slower, is not counted. The clock goes on in passes alone."""
@@ -695,6 +719,14 @@ class TestRefusals:
         data = make_data("vit", teacher={"path": str(teacher)})
         data["student"] = {"num_layers": 2}
         assert parse_task(data)._plan.config.num_hidden_layers == 2
+
+    def test_a_processor_whose_inputs_differ_in_size(self, tmp_path):
+        """It makes the shorter side 64 of pictures of 64 x 64, 48 x 96 and 300 x 200."""
+        settings = classifiers.PROCESSOR | {"image_processor_type": "CLIPImageProcessor", "do_center_crop": False}
+        (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings | {"size": {"shortest_edge": 64}}))
+        with pytest.raises(UserError) as caught:
+            Processor(tmp_path, 3, "teacher")
+        assert "several sizes ([(3, 64, 64), (3, 64, 128), (3, 96, 64)]), which no batch" in str(caught.value)
 
     def test_a_folder_without_a_processor_or_of_another_kind(self, make_data, tmp_path):
         for content, words in (

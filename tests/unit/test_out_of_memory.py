@@ -51,6 +51,35 @@ def test_what_the_allocator_says_is_read():
     assert owners(SITUATION, Shortage.of("out of memory")) == ""
 
 
+@pytest.mark.parametrize(
+    ("size", "num_bytes"), [("512.00 bytes", 512), ("3.00 KiB", 3072), ("1.50 MiB", 1_572_864), ("2.00 GiB", 2 * GIB)]
+)
+def test_sizes_are_read_in_every_unit(size, num_bytes):
+    assert Shortage.of(f"CUDA out of memory. Tried to allocate {size}.").asked == num_bytes
+
+
+@pytest.mark.parametrize(
+    ("allocated", "student", "rest"), [(22, "4.00", "8.00"), (12, "2.00", "0.00"), (9, "0.00", "0.00")]
+)
+def test_the_student_holds_no_more_than_the_teacher_leaves(allocated, student, rest):
+    assert owners(SITUATION, Shortage(0, None, None, None, allocated * GIB, None)) == (
+        f"teacher 10.00 GiB, student's weights and optimizer {student} GiB, activations and the rest {rest} GiB"
+    )
+
+
+def test_nothing_is_held_of_which_nothing_is_known():
+    unknown = replace(SITUATION, teacher=0, planned=PlannedMemory())
+    assert unknown.activations(Shortage.of("out of memory")) == 0
+    assert unknown.planned == PlannedMemory(0, {})
+
+
+@pytest.mark.parametrize(
+    ("asked", "cached", "is_fragmented"), [(5, 5, True), (5, 4, False), (None, 5, False), (5, None, False)]
+)
+def test_memory_lies_in_pieces_where_the_request_would_fit_into_it(asked, cached, is_fragmented):
+    assert Shortage(0, asked, None, None, None, cached).is_fragmented == is_fragmented
+
+
 def test_settings_that_free_what_is_missing_are_named():
     """1.5 GiB are missing: `sharded`, which would free 1, is left out."""
     shortage = Shortage.of(MESSAGE)
@@ -77,6 +106,35 @@ def test_settings_that_free_what_is_missing_are_named():
         SITUATION, placement="cpu", teacher=0, batch_size=1, recomputes=True, can_quantize=False, offloading=None
     )
     assert remedies(nothing_left, shortage) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "free", "missing"), [(5, 2, 3), (5, None, 5), (5, 5, 1), (2, 5, 1), (None, 2, 1), (None, None, 1)]
+)
+def test_what_is_missing_is_the_request_without_what_is_free(asked, free, missing):
+    assert Shortage(0, asked, None, free, None, None).missing == missing
+
+
+@pytest.mark.parametrize(
+    ("missing", "named"),
+    [
+        (1 * GIB, "sharded streamed cpu int8 zero2_offload.yaml"),
+        (1 * GIB + 1, "streamed cpu int8 zero2_offload.yaml"),
+        (3 * GIB, "streamed cpu int8 zero2_offload.yaml"),
+        (3 * GIB + 1, "streamed cpu int8"),
+        (5 * GIB, "streamed cpu int8"),
+        (5 * GIB + 1, "streamed cpu"),
+        (9 * GIB, "streamed cpu"),
+        (9 * GIB + 1, "cpu"),
+        (10 * GIB, "cpu"),
+        (10 * GIB + 1, ""),
+    ],
+)
+def test_a_setting_that_frees_just_what_is_missing_is_named(missing, named):
+    """The placements free 1, 9 and 10 GiB, int8 frees 5, and the launch file 3."""
+    others_taken = replace(SITUATION, batch_size=1, recomputes=True)
+    found = remedies(others_taken, Shortage(0, missing, None, 0, None, None))
+    assert [re.findall(r"([\w.]+) \(", text)[0] for text in found] == named.split()
 
 
 class FullGpuTeacher(LinearTeacher):

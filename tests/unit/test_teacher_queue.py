@@ -184,6 +184,48 @@ def test_a_failure_of_the_teacher_ends_the_run_at_its_update(tmp_path, placement
             assert not thread.is_alive()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("error", "answer_s", "num_answered"), [(StoppedError, 0.3, 3), (RunError, 20.0, 2)])
+def test_a_stop_waits_for_the_answer_under_way_and_a_failure_does_not(tmp_path, error, answer_s, num_answered):
+    """After a failure another rank may be gone, for which the answer waits."""
+    begun, over = threading.Event(), threading.Event()
+
+    class SlowTeacher(LinearTeacher):
+        num_answered = 0
+
+        def predict(self, requests):
+            answers = super().predict(requests)
+            if self.num_calls == 3:
+                begun.set()
+                over.wait(answer_s)
+            self.num_answered += 1
+            return answers
+
+    class Ends:
+        """In the third update, whose answer is under way."""
+
+        looks = 0
+
+        @property
+        def requested(self) -> int:
+            self.looks += 1
+            if self.looks < 3:
+                return 0
+            assert begun.wait(30)
+            if error is RunError:
+                raise RunError("broken")
+            return signal.SIGTERM
+
+    teacher = SlowTeacher()
+    run = build_toy_run(recipe_ahead(tmp_path, 1), teacher=teacher)
+    run.placement = "cpu"
+    with pytest.raises(error):
+        train(run, cast(Any, Ends()))
+    answered_by_then = teacher.num_answered
+    over.set()
+    assert answered_by_then == num_answered
+
+
 @pytest.mark.parametrize("placement", ["replicated", "cpu"])
 def test_a_run_that_is_stopped_with_answers_in_flight_goes_on_bit_for_bit(tmp_path, pipelines, placement):
     def recipe_of(name: str, prefetch_steps: int, **sections: Any):
