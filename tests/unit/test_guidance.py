@@ -1,8 +1,10 @@
 """Who is guided, and how far, with one network and with two experts: as diffusers' pipelines decide it."""
 
 import json
+import math
 import shutil
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from distiller.data import rng
 from distiller.data.latents import LatentStore
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.network import DiffusionNetwork
+from distiller.diffusion.noising import NoisedData
 from distiller.diffusion.samples import student_predictor
 from distiller.diffusion.sampling import draw, guided_predictor
 from distiller.diffusion.sampling_inputs import SamplingInputs
@@ -116,6 +119,22 @@ def test_rollout_stored_targets_and_the_count_of_passes(make_recipe, pipelines, 
         scale = scales[expert] if scales[0] > 1 else 1.0
         expected = unconditional + scale * (conditional - unconditional)
         torch.testing.assert_close(batch.stored[row : row + 1], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sample_at_the_boundary_is_the_first_expert_s_and_guided_as_such(make_recipe, pipelines):
+    recipe = make_recipe(2, task={"guidance": {"scale": 4.0, "scale_2": 2.0}})
+    family = find_pipeline(TeacherOptions(path=str(pipelines[2])))
+    process, text = family.noise_process(SHAPE), cast(Any, [{}])
+
+    def sample(boundary):
+        return NoisedData(recipe, process, boundary, SHAPE, None, text, [0], 0, 0)[0, 0]
+
+    timestep = sample(None).timestep
+    assert [sample(boundary).scale for boundary in (timestep, math.nextafter(timestep, 1e3))] == [4.0, 2.0]
+    network = DiffusionNetwork(family, 512)
+    boundary = network.boundary_timestep
+    assert boundary is not None
+    assert network.route([boundary, math.nextafter(boundary, 0.0)]) == (0, 1)
 
 
 def test_evaluation_guides_the_student_as_it_guides_the_teacher(make_recipe, alike):
