@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -89,12 +90,14 @@ class NoisedData(Dataset[DiffusionSample]):
             data_target = (
                 self._process.data_target(latents, noise, level) if self._task.losses.true_data.weight else None
             )
-        scale = self._scale(epoch, sample_id, level.timestep)
+        # As the network gets it: which expert predicts and by which scale it is guided are decided by the same number.
+        timestep = torch.tensor(level.timestep, dtype=torch.float32).item()
+        scale = self._scale(epoch, sample_id, timestep)
         return DiffusionSample(
             sample_id,
             # As small as diffusers' weightings ever see it: the inverse square of less would outweigh a whole update.
             max(level.share, self._least_share),
-            level.timestep,
+            timestep,
             noisy,
             positive,
             negative,

@@ -126,9 +126,13 @@ def test_a_sample_at_the_boundary_is_the_first_expert_s_and_guided_as_such(make_
     family = find_pipeline(TeacherOptions(path=str(pipelines[2])))
     process, text = family.noise_process(SHAPE), cast(Any, [{}])
 
-    def sample(boundary):
-        return NoisedData(recipe, process, boundary, SHAPE, None, text, [0], 0, 0)[0, 0]
+    def sample(boundary, epoch=0):
+        return NoisedData(recipe, process, boundary, SHAPE, None, text, [0], 0, 0)[epoch, 0]
 
+    # Both decisions are about the timestep that the network gets, which is float32.
+    for epoch in range(8):
+        boundary = torch.tensor(sample(None, epoch).timestep, dtype=torch.float32).item()
+        assert sample(boundary, epoch).scale == 4.0
     timestep = sample(None).timestep
     assert [sample(boundary).scale for boundary in (timestep, math.nextafter(timestep, 1e3))] == [4.0, 2.0]
     network = DiffusionNetwork(family, 512)
