@@ -167,6 +167,10 @@ class ToyFamily(Family):
         del length
         return torch.stack(list(texts))
 
+    def longest_condition(self, texts: Sequence[str], length: int) -> Condition:
+        del texts
+        return {"text": torch.zeros(length, self.teacher_config["caption_channels"])}
+
     def load_vae(self, device: torch.device) -> Vae:
         return KlVae(self.files, device)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from distiller.build import build_task
+from distiller.config.placements import PLACEMENTS
 from distiller.config.recipe import Recipe
 from distiller.errors import UserError
 from distiller.launch.checks import Launch, check_launch
@@ -124,7 +125,7 @@ def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
 def _choice(found: Plan, recipe: Recipe) -> str:
     if found.choice is None:
         return "no placement fits; see what each would need"
-    fitting = [row for row in found.placements if row.fits and row.name != "cached"]
+    fitting = [row for row in found.placements if row.fits and PLACEMENTS[row.name].loads_teacher]
     others = [row for row in fitting if row.name != found.choice][:2]
     named = ", ".join(f"{row.name}{_ms(row)}" for row in others)
     chosen = next(row for row in found.placements if row.name == found.choice)

@@ -7,7 +7,6 @@ import importlib.util
 import shutil
 from dataclasses import replace
 from functools import wraps
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from transformers import AutoModelForCausalLM, Gemma2Config, MambaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, MambaConfig
 
 from distiller import commands
 from distiller.config.loading import parse
@@ -32,7 +31,8 @@ from distiller.launch.block_compilation import (
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.rules import check_placement
 from distiller.teachers.streaming.interleaved_forward import InterleavedForward
-from tests import classifiers, toy_causal_lm, toy_pictures, toys
+from tests import toy_causal_lm, toys
+from tests.model_families import recipe_of
 from tests.placement_contract import CASES, answers, open_case, placement_of
 from tests.reference_toys import forget_accelerator
 from tests.toy_network import ToyNetwork, save_toy, setup
@@ -42,14 +42,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
 ]
-FEATURES = {"features": {"weight": 0.3, "student_blocks": [0], "teacher_blocks": [1]}}
-LANGUAGE = {
-    "llama": toy_causal_lm.llama_config,
-    "gpt2": toy_causal_lm.gpt2_config,
-    "qwen2": lambda: Qwen2Config(**toy_causal_lm.SIZES, num_hidden_layers=2, num_key_value_heads=2),
-    "gemma2": lambda: Gemma2Config(**toy_causal_lm.SIZES, num_hidden_layers=2, num_key_value_heads=2, head_dim=8),
-}
-CLASSIFIERS = {"resnet": classifiers.resnet_config, "vit": classifiers.vit_config}
 
 
 @pytest.fixture
@@ -71,31 +63,6 @@ def whole_graphs(monkeypatch) -> list[Any]:
     torch._dynamo.reset()
     yield graphs
     torch._dynamo.reset()
-
-
-def recipe_of(family: str, folder: Path, **sections: Any) -> dict[str, Any]:
-    """A short run with features; the teacher is made when it is first asked for."""
-    teacher = folder / "teacher"
-    sections["train"] = {"max_steps": 2, "batch_size": 4, "log_every": 1} | sections.get("train", {})
-    if family in LANGUAGE:
-        if not teacher.exists():
-            toy_causal_lm.save_model(teacher, LANGUAGE[family]())
-        losses = {"losses": FEATURES}
-        return toy_causal_lm.recipe(folder, teacher, task=losses, **sections)
-    if family in CLASSIFIERS:
-        config = CLASSIFIERS[family]()
-        if not teacher.exists():
-            classifiers.save_classifier(teacher, config)
-            classifiers.save_pictures(folder / "pictures")
-        return classifiers.recipe(folder, teacher, folder / "pictures", config, task={"losses": FEATURES}, **sections)
-    if family == "wan":
-        if not teacher.exists():
-            toys.make_pipeline(teacher)
-        return toys.recipe(folder, teacher, rollout={"enabled": False}, task={"losses": FEATURES}, **sections)
-    if not teacher.exists():
-        toy_pictures.make(family, teacher)
-    task = {"losses": FEATURES}
-    return toy_pictures.recipe(family, folder, teacher, rollout={"enabled": False}, task=task, **sections)
 
 
 CHECKPOINTED = ("wan", "llama", "vit")

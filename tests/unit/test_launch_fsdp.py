@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 import builtins
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -19,11 +18,11 @@ from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, ShardingStrateg
 
 from distiller.config.loading import parse
 from distiller.errors import UserError
-from distiller.launch.accelerator import World
 from distiller.launch.compile import check_compile
 from distiller.launch.deepspeed import Offload
 from distiller.launch.fsdp import fsdp_of_file, fsdp_plugin, launched_fsdp, parse_fsdp, wrapped_classes
-from distiller.training.student_memory import gpu_bytes, host_bytes
+from distiller.launch.student_layout import StudentLayout
+from distiller.training.student_memory import student_state
 from tests import toys
 from tests.launch.launching import CONFIGS
 
@@ -266,13 +265,12 @@ def test_one_unit_over_several_machines_has_a_rule_that_no_module_meets():
 
 @pytest.mark.parametrize("average", [0, 4])
 def test_the_student_s_reservation_follows_the_shards(tmp_path, average):
-    ranks = cast(Any, SimpleNamespace(num_processes=4))
     recipe = parse(toys.recipe(tmp_path, tmp_path, train={"ema_decay": 0.9} if average else {}))
 
     def size(accumulation_steps: int = 1, **settings: str) -> tuple[int, int]:
         fsdp = parse_fsdp({"VERSION": "2", **settings})
-        world = World(ranks, "fsdp2", "no", accumulation_steps, Offload(), fsdp, ())
-        return gpu_bytes(100, recipe, world), host_bytes(100, recipe, world)
+        state = student_state(100, recipe, StudentLayout("fsdp2", 4, accumulation_steps, "no", Offload(), fsdp))
+        return state.gpu, state.host
 
     held, snapshot = 100 * (16 + average) // 4, 100 * (12 + average) // 4
     assert size() == (held, snapshot)
