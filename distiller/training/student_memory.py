@@ -58,8 +58,13 @@ def student_state(num_parameters: int, recipe: Recipe, layout: StudentLayout) ->
         buffers = GRADIENTS if layout.engine == "ddp" else 0
     is_offloaded = layout.fsdp.offloads if layout.fsdp is not None else layout.offload.optimizer != "none"
     optimizer += 0 if is_offloaded else average
-    on_gpu = (int(num_parameters * width) for width in (weights, gradients, optimizer, buffers))
-    return StudentState(*on_gpu, _host_bytes(num_parameters, layout, average, is_offloaded))
+    return StudentState(
+        weights=int(num_parameters * weights),
+        gradients=int(num_parameters * gradients),
+        optimizer=int(num_parameters * optimizer),
+        buffers=int(num_parameters * buffers),
+        host=_host_bytes(num_parameters, layout, average, is_offloaded),
+    )
 
 
 def _under_fsdp(layout: StudentLayout) -> tuple[float, float, float, float]:
