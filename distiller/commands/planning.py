@@ -70,6 +70,7 @@ def to_json(found: Plan) -> dict[str, Any]:
         "steps": found.steps,
         "placements": [_row_to_json(found, row) for row in found.placements],
         "choice": found.choice,
+        "cached_hours": None if found.cached_hours is None else round(found.cached_hours, 3),
     }
 
 
@@ -102,7 +103,7 @@ def to_lines(found: Plan, recipe: Recipe) -> list[str]:
     table = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
-    return [head, *(line.rstrip() for line in table), _choice(found, recipe), *_older_rule(found)]
+    return [head, *(line.rstrip() for line in table), _choice(found, recipe), *_cache(found), *_older_rule(found)]
 
 
 def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
@@ -132,6 +133,18 @@ def _choice(found: Plan, recipe: Recipe) -> str:
     text = f"auto chooses {found.choice}{_ms(chosen)}: the fastest that fits" + (f"; next {named}" if named else "")
     asked = recipe.teacher.placement
     return text if asked in ("auto", found.choice) else f"{text}; the recipe says {asked}"
+
+
+def _cache(found: Plan) -> list[str]:
+    """Advice to ask the teacher once, where that saves a twentieth of the hours."""
+    chosen = next((row for row in found.placements if row.name == found.choice), None)
+    hours = None if chosen is None else found.hours(chosen)
+    if hours is None or found.cached_hours is None or found.cached_hours > 0.95 * hours:
+        return []
+    return [
+        f"with `distiller cache` first, the run takes {found.cached_hours:,.2f} h in place of {hours:,.2f}: the "
+        "teacher answers once for each sample"
+    ]
 
 
 def _older_rule(found: Plan) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -17,8 +17,9 @@ from distiller.launch.student_layout import StudentLayout, layout_of_launch
 from distiller.planner.account import MARGIN
 from distiller.planner.machines import GIB, Machine
 from distiller.planner.planned_run import PlannedRun
+from distiller.planner.remedies import changes
 from distiller.tasks.base import Task
-from distiller.tasks.interfaces import Plannable
+from distiller.tasks.interfaces import Cacheable, Plannable
 from distiller.teachers.rules import check_placement
 from distiller.training.student_memory import WEIGHTS
 from distiller.training.update_plan import last_step_of, plan_updates
@@ -61,6 +62,8 @@ class Plan:
         steps: updates of the whole run.
         stage_passes: of the teacher, of one sample each, before the loop.
         pass_ms: a sample's share of a pass of the teacher; None on a machine without GPUs.
+        cached_hours: of the whole run with a cache of the teacher's outputs, which is made first; None where the time
+            is not known, or nothing can be cached.
     """
 
     machine: Machine
@@ -70,6 +73,7 @@ class Plan:
     steps: int
     stage_passes: int
     pass_ms: float | None
+    cached_hours: float | None
 
     def hours(self, row: PlannedPlacement) -> float | None:
         """Of the whole run: the stages that ask the teacher, and the updates. None where the time is not known."""
@@ -87,9 +91,11 @@ def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mac
         launch: its `num_processes` are those of all machines.
     """
     run = plan_run(recipe, task, launch, machine)
-    changes = _changes(run)
+    changed_runs = changes(run)
     rows = [
-        _row(run, spec, changes) for spec in PLACEMENTS.values() if spec.memory is not None or spec.name == "cached"
+        _row(run, spec, changed_runs)
+        for spec in PLACEMENTS.values()
+        if spec.memory is not None or spec.name == "cached"
     ]
     rows.sort(key=lambda row: (not row.fits, row.step_ms is None, row.step_ms or 0.0, _rank(row.name, run)))
     fitting = [row.name for row in rows if row.fits and PLACEMENTS[row.name].is_auto_candidate]
@@ -103,7 +109,21 @@ def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mac
         run.steps,
         task.stage_passes() if isinstance(task, Plannable) else 0,
         pass_ms,
+        None if pass_ms is None else _cached_hours(run, pass_ms),
     )
+
+
+def _cached_hours(run: PlannedRun, pass_ms: float) -> float | None:
+    """The teacher answers once for each sample, or for each of its draws, and then the student trains alone."""
+    task, recipe = run.task, run.recipe
+    if not isinstance(task, Cacheable) or not task.needs_live_teacher:
+        return None
+    per_update = recipe.train.batch_size * run.layout.accumulation_steps * run.layout.num_processes
+    epochs = -(-run.steps * per_update // task.num_samples)
+    draws = min(recipe.cache.draws or epochs, epochs) if task.has_draws else 1
+    stages = task.stage_passes() if isinstance(task, Plannable) else 0
+    teacher_ms = (draws * task.num_samples + stages) * pass_ms / run.layout.num_processes
+    return (teacher_ms + run.steps * run.step_time(PLACEMENTS["cached"]).ms) / 3.6e6
 
 
 def plan_run(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> PlannedRun:
@@ -160,7 +180,7 @@ def _needs(run: PlannedRun, spec: PlacementSpec[Any]) -> _Needs:
     return _Needs(gpu_bytes, host_bytes, _shortage(run, gpu_bytes, host_bytes))
 
 
-def _row(run: PlannedRun, spec: PlacementSpec[Any], changes: Sequence[tuple[PlannedRun, str]]) -> PlannedPlacement:
+def _row(run: PlannedRun, spec: PlacementSpec[Any], changed_runs: Sequence[tuple[PlannedRun, str]]) -> PlannedPlacement:
     if why_not := _why_not(run, spec):
         return PlannedPlacement(spec.name, False, why_not)
     needs, time = _needs(run, spec), None if run.machine.gpu is None else run.step_time(spec)
@@ -173,7 +193,7 @@ def _row(run: PlannedRun, spec: PlacementSpec[Any], changes: Sequence[tuple[Plan
         _disk_bytes(run),
         None if time is None else time.ms,
         "" if time is None else time.bound_by,
-        _remedy(changes, spec) if needs.why else "",
+        _remedy(changed_runs, spec) if needs.why else "",
     )
 
 
@@ -231,9 +251,9 @@ def _disk_bytes(run: PlannedRun) -> int:
     return num_parameters * WEIGHTS * (3 * count + 1)
 
 
-def _remedy(changes: Sequence[tuple[PlannedRun, str]], spec: PlacementSpec[Any]) -> str:
+def _remedy(changed_runs: Sequence[tuple[PlannedRun, str]], spec: PlacementSpec[Any]) -> str:
     """The first single change of the recipe with which the placement fits; empty where none makes it fit."""
-    for changed, text in changes:
+    for changed, text in changed_runs:
         # Before a trace of the changed update, which takes seconds: what else there is may be too much.
         if changed.machine.num_gpus and _at_rest(changed, spec) > changed.machine.gpu_memory:
             continue
@@ -250,27 +270,3 @@ def _at_rest(run: PlannedRun, spec: PlacementSpec[Any]) -> int:
         - run.state.gradients
         + (0 if spec.memory is None else spec.memory(run.sizes, options, run.world).gpu)
     )
-
-
-def _changes(run: PlannedRun) -> list[tuple[PlannedRun, str]]:
-    """(the changed run, the change as overrides), what costs the least time first. They share their traces."""
-    recipe, layout, found = run.recipe, run.layout, []
-    train, teacher = recipe.train, recipe.teacher
-
-    def add(text: str, layout: StudentLayout = layout, **sections: Any) -> None:
-        found.append((replace(run, recipe=recipe.model_copy(update=sections), layout=layout), text))
-
-    if not train.gradient_checkpointing:
-        changed = train.model_copy(update={"gradient_checkpointing": True})
-        add("train.gradient_checkpointing=true", train=changed)
-    if teacher.quantization == "none":
-        add("teacher.quantization=int8", teacher=teacher.model_copy(update={"quantization": "int8"}))
-    size = train.batch_size
-    factor = next((factor for factor in range(2, size + 1) if size % factor == 0), None)
-    if factor is not None:
-        samples = size * layout.accumulation_steps * layout.num_processes
-        values = {"batch_size": size // factor, "gradient_accumulation_steps": None, "samples_per_update": samples}
-        more = replace(layout, accumulation_steps=layout.accumulation_steps * factor)
-        text = f"train.batch_size={size // factor} train.samples_per_update={samples}"
-        add(text, more, train=train.model_copy(update=values))
-    return found

@@ -18,7 +18,8 @@ from distiller.launch.fsdp import parse_fsdp
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.account import MARGIN, WORKSPACE, make_account
 from distiller.planner.machines import CONTEXT_BYTES, GIB, GPUS, Machine, parse_bytes, plan_machine
-from distiller.planner.plan import make_plan
+from distiller.planner.plan import make_plan, plan_run
+from distiller.planner.remedies import changes
 from distiller.planner.traced_update import TracedUpdate
 from distiller.training.student_memory import StudentState, student_state
 from tests import toys
@@ -219,6 +220,46 @@ def test_a_remedy_is_the_first_change_that_is_enough(task):
     between = Machine(GPUS["3090"], 1, int((peak + smaller) / 2 * MARGIN), GIB)
     row = next(row for row in planned(task, between, 1).placements if row.name == "replicated")
     assert (row.fits, row.remedy) == (False, "train.gradient_checkpointing=true")
+
+
+def test_the_changes_that_are_tried_begin_with_what_costs_least(task):
+    folder, built = task
+    machine = Machine(GPUS["3090"], 2, GIB, GIB)
+
+    def tried(processes: int, *overrides: str) -> list[str]:
+        recipe = load(str(folder / "recipe.yaml"), list(overrides))
+        return [text for _, text in changes(plan_run(recipe, built, Launch(None, processes), machine))]
+
+    recomputing, quantised = "train.gradient_checkpointing=true", "teacher.quantization=int8"
+    smaller = "train.batch_size=4 train.samples_per_update=8"
+    assert tried(1) == [recomputing, quantised, smaller]
+    assert tried(1, "teacher.dtype=float32", f"{recomputing}") == ["teacher.dtype=bfloat16", quantised, smaller]
+    sharded = [f"the launch file {name}.yaml" for name in ("zero2", "fsdp2", "zero3_offload")]
+    one_each = ["train.batch_size=1", "train.samples_per_update=4"]
+    assert tried(2, *one_each) == [*sharded[:2], recomputing, quantised, sharded[2]]
+    # Each is planned as it would run: four samples on two ranks, and half of a micro-batch twice as often.
+    recipe = load(str(folder / "recipe.yaml"))
+    by_text = {text: run for run, text in changes(plan_run(recipe, built, Launch(None, 1), machine))}
+    assert (by_text[smaller].recipe.train.batch_size, by_text[smaller].layout.accumulation_steps) == (4, 2)
+    two = {
+        text: run
+        for run, text in changes(plan_run(load(str(folder / "recipe.yaml"), one_each), built, Launch(None, 2), machine))
+    }
+    assert [two[text].layout.engine for text in sharded] == ["deepspeed-zero2", "fsdp2", "deepspeed-zero3-offload"]
+    assert all(two[text].layout.accumulation_steps == 2 for text in sharded)
+
+
+def test_a_cache_costs_one_answer_for_each_draw(task):
+    found = planned(task, Machine(GPUS["H100"], 1, 79 * GIB, 100 * GIB), 1, "cache.draws=2", "train.max_steps=30")
+    alone = next(row for row in found.placements if row.name == "replicated")
+    assert found.pass_ms is not None
+    assert found.cached_hours is not None
+    assert alone.step_ms is not None
+    _, built = task
+    # 30 updates of 8 samples are more than two epochs. An update without the teacher's pass of 8 samples is left.
+    teacher_ms = (2 * built.num_samples + found.stage_passes) * found.pass_ms
+    student_ms = 30 * (alone.step_ms - 8 * found.pass_ms)
+    assert found.cached_hours == pytest.approx((teacher_ms + student_ms) / 3.6e6, rel=1e-6)
 
 
 def test_a_plan_of_a_machine_without_gpus_counts_host_memory(task):
