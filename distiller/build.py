@@ -19,6 +19,7 @@ from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import compilation_notices, verify
+from distiller.config.placements import PLACEMENTS
 from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
 from distiller.data.loader_processes import choose_num_workers, open_loader
@@ -118,7 +119,10 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
     loader = _open_loader(session, stages, claim.steps_done)
     memory = PlannedMemory(setup.reserved_bytes - head_bytes, setup.gpu_bytes)
     expectation = None
-    if setup.update_bytes is not None and (teacher_bytes := setup.gpu_bytes.get(stages.placement)) is not None:
+    spec, teacher_bytes = PLACEMENTS.get(stages.placement), setup.gpu_bytes.get(stages.placement)
+    # Under the others rank 0 holds another part than the fullest GPU, or answers for all.
+    takes_the_same = spec is not None and spec.holder is None and not spec.uses_device_map
+    if setup.update_bytes is not None and teacher_bytes is not None and takes_the_same:
         peak = setup.reserved_bytes + setup.update_bytes + teacher_bytes
         expectation = Expectation(peak, setup.step_ms.get(stages.placement))
     compiles_blocks = {session.student_compile_mode, setup.compile_mode} != {"none"}

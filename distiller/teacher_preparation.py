@@ -42,9 +42,7 @@ def place_teacher(session: Session[Any]) -> tuple[Setup, int]:
     state = student_state(num_parameters, recipe, layout)
     setup = teacher_setup(session, state.gpu + head_bytes, state.host)
     if (expected := _forecast(session, layout)) is not None:
-        # Of gradients and activations, the account knows how much there is of both at a time.
-        reserved = state.gpu - state.gradients + head_bytes
-        setup = replace(setup, reserved_bytes=reserved, update_bytes=expected.update_bytes, step_ms=expected.step_ms)
+        setup = replace(setup, update_bytes=expected.update_bytes, step_ms=expected.step_ms)
     if task.needs_live_teacher and recipe.teacher.placement != "cached":
         setup = resolve_placement(task.network, setup)
     return setup, head_bytes
@@ -65,7 +63,9 @@ def _forecast(session: Session[Any], layout: StudentLayout) -> Forecast | None:
 
     def follow() -> Forecast | str:
         try:
-            return forecast(recipe, task, layout, session.teacher_dtype, session.last_step, device, num_machines)
+            compiled = session.student_compile_mode != "none", session.teacher_compile_mode != "none"
+            steps, dtype = session.last_step, session.teacher_dtype
+            return forecast(recipe, task, layout, dtype, steps, compiled, num_machines)
         except Exception as error:
             # Code of a model may read the values of tensors that have none here; torch has many types for that.
             return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"

@@ -32,7 +32,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> None:
     machine = plan_machine(
         options.machine, options.gpus, options.gpu_memory, options.gpu, options.host_memory, options.machines
     )
-    launch = _launch(options.config_file, machine, is_described=options.gpus is not None or options.machine is not None)
+    is_described = options.gpus is not None or options.machine is not None
+    launch = _launch(options.config_file, machine, options.processes, is_described=is_described)
     with weights_may_be_missing():
         task = build_task(recipe)
         if not isinstance(task, Plannable):
@@ -41,19 +42,34 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> None:
         check_launch(recipe, launch)
         found = make_plan(recipe, task, launch, machine)
     if options.plot is not None:
-        write_chart(found, options.plot)
+        try:
+            write_chart(found, options.plot)
+        except OSError as error:
+            raise UserError(f"--plot {options.plot}: {error.strerror}; give a file that can be written") from error
     if options.json:
         print(json.dumps(to_json(found), indent=2))
     else:
         print("\n".join(to_lines(found, recipe)))
 
 
-def _launch(config_file: str | None, machine: Machine, *, is_described: bool) -> Launch:
-    """The launch file's engine with as many processes as there are GPUs; DDP, or one process, without a file."""
+def _launch(config_file: str | None, machine: Machine, processes: int | None, *, is_described: bool) -> Launch:
+    """The launch file's engine with as many processes as there are GPUs; DDP, or one process, without a file.
+
+    `processes`: of all machines, where the command line says so; `is_described`: whether it says how many GPUs.
+    """
     count = machine.num_gpus * machine.num_machines if machine.num_gpus else None
+    if processes is not None:
+        if processes < 1:
+            raise UserError(f"--processes is {processes}; it is at least 1")
+        count, is_described = processes, True
     if config_file is not None:
         file = Path(config_file)
         request = read_launch_file(file, count if is_described else None)
+        if request.num_machines not in (1, machine.num_machines):
+            raise UserError(
+                f"{file.name} is of {request.num_machines} machines and --machines {machine.num_machines}; give "
+                f"--machines {request.num_machines}, with the GPUs of each"
+            )
         request = replace(request, num_machines=machine.num_machines)
         return Launch(request, request.num_processes, fsdp_of_file(file, request.num_processes))
     processes = count or 1
@@ -127,9 +143,11 @@ def _choice(found: Plan, recipe: Recipe) -> str:
     if found.choice is None:
         return "no placement fits; see what each would need"
     fitting = [row for row in found.placements if row.fits and PLACEMENTS[row.name].loads_teacher]
-    others = [row for row in fitting if row.name != found.choice][:2]
+    others = [row for row in fitting if row.name != found.choice and PLACEMENTS[row.name].is_auto_candidate][:2]
     named = ", ".join(f"{row.name}{_ms(row)}" for row in others)
     chosen = next(row for row in found.placements if row.name == found.choice)
+    if not PLACEMENTS[found.choice].loads_teacher:
+        return f"the recipe reads the teacher's answers from a cache{_ms(chosen)}"
     text = f"auto chooses {found.choice}{_ms(chosen)}: the fastest that fits" + (f"; next {named}" if named else "")
     asked = recipe.teacher.placement
     return text if asked in ("auto", found.choice) else f"{text}; the recipe says {asked}"
@@ -139,7 +157,7 @@ def _cache(found: Plan) -> list[str]:
     """Advice to ask the teacher once, where that saves a twentieth of the hours."""
     chosen = next((row for row in found.placements if row.name == found.choice), None)
     hours = None if chosen is None else found.hours(chosen)
-    if hours is None or found.cached_hours is None or found.cached_hours > 0.95 * hours:
+    if hours is None or found.cached_hours is None or found.cached_hours > 0.95 * hours or hours < 0.1:
         return []
     return [
         f"with `distiller cache` first, the run takes {found.cached_hours:,.2f} h in place of {hours:,.2f}: the "

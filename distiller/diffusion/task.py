@@ -160,11 +160,12 @@ class DiffusionTask(
         )
         return self.collate([sample] * batch_size)
 
-    def stage_passes(self) -> int:
+    def stage_passes(self) -> tuple[int, int]:
+        size = filled(self._recipe.rollout.batch_size)
         if self._recipe.data.kind != "prompts" or not self._recipe.rollout.enabled:
-            return 0
+            return 0, size
         passes_of_step = 2 if max(self._recipe.sampling.scales) > 1 else 1
-        return self.num_samples * self._recipe.sampling.num_steps * passes_of_step
+        return self.num_samples * self._recipe.sampling.num_steps * passes_of_step, size
 
     def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
         return batch.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -134,6 +134,9 @@ class CausalLMTask(
         self._head = self.network.head_without_data(dtype)
         return [tensor for tensor in (self._head.weight, self._head.bias) if tensor is not None]
 
+    def drop_head(self) -> None:
+        self._head = None
+
     @property
     def _reads_head(self) -> bool:
         """Whether this run needs the teacher's output layer; not where a cache holds the teacher's distributions."""
@@ -158,8 +161,8 @@ class CausalLMTask(
         tokens = torch.zeros(self._recipe.data.max_length, dtype=torch.int64)
         return self.collate([TokenSample(0, tokens, torch.arange(len(tokens)), tokens)] * batch_size)
 
-    def stage_passes(self) -> int:
-        return 0
+    def stage_passes(self) -> tuple[int, int]:
+        return 0, 1
 
     def to_device(self, batch: MaskedBatch, device: torch.device) -> MaskedBatch:
         return replace(batch, batch=batch.batch.map(lambda tensor: tensor.to(device, non_blocking=True)))

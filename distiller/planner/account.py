@@ -13,9 +13,6 @@ WORKSPACE = 64 * 2**20
 """Bytes that cuBLAS takes of torch's allocator for its products: 32 MiB on recent GPUs, and as much for a second stream
 or library."""
 
-MARGIN = 1.03
-"""How far a prediction may lie below what is measured."""
-
 
 @final
 @dataclass(frozen=True)
@@ -41,10 +38,6 @@ class Account:
     def peak(self, teacher_bytes: int) -> int:
         """The predicted peak of allocated memory with so many bytes of the teacher's weights on this GPU."""
         return self.beside_teacher + teacher_bytes
-
-    def fits(self, teacher_bytes: int, free: int) -> bool:
-        """Whether the peak stays within so many free bytes, with a margin."""
-        return self.peak(teacher_bytes) * MARGIN <= free
 
 
 def make_account(

@@ -23,14 +23,12 @@ class Forecast:
     """Of one rank.
 
     Attributes:
-        update_bytes: the most that an update takes of a GPU beside the teacher's weights and the student's state.
-        gradients: bytes of the student's gradients, which are part of its state, and are in `update_bytes` where they
-            meet activations.
+        update_bytes: the most that an update takes of a GPU beside the teacher's weights and the student's state with
+            its gradients.
         step_ms: placement -> time of an update; empty where the rates of this kind of GPU are not known.
     """
 
     update_bytes: int
-    gradients: int
     step_ms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -40,19 +38,22 @@ def forecast(
     layout: StudentLayout,
     teacher_dtype: torch.dtype,
     steps: int,
-    device: torch.device,
+    compiled: tuple[bool, bool],
     num_machines: int,
 ) -> Forecast:
     """Follows an update of a run on this machine's GPUs; takes seconds. Reads no weights and does not communicate.
 
     Raises whatever torch raises where a model cannot be followed without data.
+
+    Args:
+        compiled: whether the student's and the teacher's blocks are compiled.
     """
-    gpu = known_gpu(torch.cuda.get_device_name(device))
+    gpu = known_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
     # What fits is decided from the memory that is free on each rank; here it is not asked.
     machine = Machine(gpu, torch.cuda.device_count(), 0, 0, num_machines)
-    run = PlannedRun(recipe, task, machine, layout, teacher_dtype, steps)
+    run = PlannedRun(recipe, task, machine, layout, teacher_dtype, steps, compiled)
     step_ms = {}
     if gpu is not None:
         timed = (spec for spec in PLACEMENTS.values() if spec.time is not None and spec.speed is not None)
         step_ms = {spec.name: run.step_time(spec).ms for spec in timed}
-    return Forecast(run.account.update + WORKSPACE, run.state.gradients, step_ms)
+    return Forecast(max(run.account.update + WORKSPACE - run.state.gradients, 0), step_ms)

@@ -40,7 +40,6 @@ class GpuArithmetic(TorchFunctionMode):
     def __init__(self, trace: AllocationTrace) -> None:
         super().__init__()
         self._trace = trace
-        self._true: set[int] = set()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
@@ -51,7 +50,7 @@ class GpuArithmetic(TorchFunctionMode):
         if func in (F.rms_norm, torch.rms_norm):
             return _rms_norm(func, *args, **kwargs)
         if func in (Tensor.__bool__, Tensor.item, Tensor.__float__, Tensor.__int__):
-            return self._value(func, args[0])
+            return getattr(args[0], "is_true_in_plans", False) if func is Tensor.__bool__ else 0
         if func in (Tensor.nonzero, torch.nonzero):
             return torch.empty(args[0].numel(), args[0].dim(), dtype=torch.int64)
         if func in FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
@@ -66,13 +65,8 @@ class GpuArithmetic(TorchFunctionMode):
             return None
         result = func(*args, **kwargs)
         if func in (Tensor.all, torch.all):
-            self._true.add(id(result))
+            result.is_true_in_plans = True
         return result
-
-    def _value(self, func: Callable[..., Any], tensor: Tensor) -> Any:
-        if func is Tensor.__bool__:
-            return id(tensor) in self._true
-        return 0
 
 
 def _float32(value: Any) -> Any:

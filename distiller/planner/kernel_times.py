@@ -8,15 +8,12 @@ import torch
 
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.allocation_trace import Kernel
-from distiller.planner.machines import Gpu
+from distiller.planner.machines import DISK, Gpu
 from distiller.training.student_memory import StudentState
 
 FORWARD_SHARE, STUDENT_SHARE = 0.80, 0.69
 """Shares of the data sheet's rates, of arithmetic and of memory, that the teacher's forward passes reach, and the
 student's passes with their backward. Found from docs/performance.md, on one H200; see docs/planning.md."""
-HOST_BYTES = 28
-"""For each parameter of which a rank holds offloaded state: weights, gradient, moments, and a checkpoint's copy."""
-
 COMPILED_SHARE = 0.3
 """Of the bytes that operations other than products read and write, what is left once a compiler has merged them."""
 
@@ -49,15 +46,21 @@ def kernels_ms(
     return max(seconds * 1e3, started_ms)
 
 
-def optimizer_ms(state: StudentState, layout: StudentLayout, gpu: Gpu) -> float:
+def optimizer_ms(num_parameters: int, state: StudentState, layout: StudentLayout, gpu: Gpu) -> float:
     """Milliseconds of what follows the backward pass: the gradient's norm, AdamW, and copies of offloaded state.
 
-    What an engine exchanges between ranks is taken to pass while the backward pass computes.
+    What an engine exchanges between ranks is taken to pass while the backward pass computes. `num_parameters`: of the
+    whole student.
     """
     if state.optimizer:
         # Weights, moments and gradients are read, the first two written, and gradients read and scaled before.
         moved = 2 * (state.weights + state.optimizer) + 3 * state.gradients
         return moved / (gpu.bandwidth * FORWARD_SHARE) * 1e3
+    replicas = 1 if layout.fsdp is None else layout.fsdp.num_replicas
+    own = num_parameters * replicas / layout.num_processes
     # Gradients to the host and weights back, in 32 bits; the CPU's AdamW reads and writes 28 bytes a parameter.
-    num_parameters = state.host / HOST_BYTES
-    return num_parameters * (8 / gpu.host + 28 / CPU_OPTIMIZER) * 1e3
+    seconds = own * (8 / gpu.host + 28 / CPU_OPTIMIZER)
+    if layout.offload.is_on("nvme"):
+        # Weights and moments are read and written.
+        seconds += own * 24 / DISK
+    return seconds * 1e3

@@ -29,6 +29,7 @@ class Gpu:
         host: bytes a second from page-locked host memory: what copies reach of the bus.
         peers: bytes a second to another GPU of the machine, one way; over the bus where there is no NVLink.
         has_bfloat16: computes in bfloat16 without emulation.
+        has_float8: computes in float8.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Gpu:
     host: float
     peers: float
     has_bfloat16: bool = True
+    has_float8: bool = False
 
 
 # PCIe 5, 4 and 3 with 16 lanes, as page-locked copies reach them. The first was measured on H200 (docs/performance.md).
@@ -46,16 +48,16 @@ _PCIE5, _PCIE4, _PCIE3 = 54 * GB, 25 * GB, 12 * GB
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("H200", 139.8, 989 * TERA, 67 * TERA, 4800 * GB, _PCIE5, 400 * GB),
-        Gpu("H100", 79.1, 989 * TERA, 67 * TERA, 3350 * GB, _PCIE5, 400 * GB),
+        Gpu("H200", 139.8, 989 * TERA, 67 * TERA, 4800 * GB, _PCIE5, 400 * GB, has_float8=True),
+        Gpu("H100", 79.1, 989 * TERA, 67 * TERA, 3350 * GB, _PCIE5, 400 * GB, has_float8=True),
         Gpu("A100", 79.2, 312 * TERA, 19.5 * TERA, 2039 * GB, _PCIE4, 250 * GB),
         Gpu("A100-40", 39.4, 312 * TERA, 19.5 * TERA, 1555 * GB, _PCIE4, 250 * GB),
-        Gpu("L40S", 44.4, 362 * TERA, 91.6 * TERA, 864 * GB, _PCIE4, 20 * GB),
+        Gpu("L40S", 44.4, 362 * TERA, 91.6 * TERA, 864 * GB, _PCIE4, 20 * GB, has_float8=True),
         Gpu("A6000", 47.4, 155 * TERA, 38.7 * TERA, 768 * GB, _PCIE4, 20 * GB),
-        Gpu("4090", 23.6, 165 * TERA, 82.6 * TERA, 1008 * GB, _PCIE4, 10 * GB),
+        Gpu("4090", 23.6, 165 * TERA, 82.6 * TERA, 1008 * GB, _PCIE4, 10 * GB, has_float8=True),
         Gpu("3090", 23.6, 71 * TERA, 35.6 * TERA, 936 * GB, _PCIE4, 10 * GB),
         Gpu("A10", 22.1, 125 * TERA, 31.2 * TERA, 600 * GB, _PCIE4, 10 * GB),
-        Gpu("L4", 22.2, 121 * TERA, 30.3 * TERA, 300 * GB, _PCIE4, 10 * GB),
+        Gpu("L4", 22.2, 121 * TERA, 30.3 * TERA, 300 * GB, _PCIE4, 10 * GB, has_float8=True),
         Gpu("V100", 31.7, 125 * TERA, 15.7 * TERA, 900 * GB, _PCIE3, 120 * GB, has_bfloat16=False),
         Gpu("T4", 14.6, 65 * TERA, 8.1 * TERA, 320 * GB, _PCIE3, 8 * GB, has_bfloat16=False),
     )
@@ -123,20 +125,21 @@ def plan_machine(
             raise UserError("--machine says number, kind and memory of the GPUs; leave --gpus, --gpu, --gpu-memory out")
         num_gpus, gpu, gpu_memory = _parse_shorthand(shorthand)
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    is_described = any(given is not None for given in (num_gpus, gpu_memory, gpu))
-    host = free_host_bytes() if host_memory is None else parse_bytes(host_memory, "--host-memory")
-    if not is_described and not here:
-        return Machine(None, 0, 0, host, num_machines)
-    kind = _named(gpu) if gpu is not None else _of_this_machine(here, gpu_memory)
-    if gpu_memory is not None:
-        free = parse_bytes(gpu_memory, "--gpu-memory") - CONTEXT_BYTES
-    elif gpu is None and here:
-        free = min(free_gpu_bytes(torch.device("cuda", index)) for index in range(here))
-    else:
-        free = int(kind.memory_gib * GIB) - CONTEXT_BYTES
     count = num_gpus if num_gpus is not None else max(here, 1)
     if count < 1 or num_machines < 1:
         raise UserError(f"--gpus is {count} and --machines {num_machines}; each is at least 1")
+    host = free_host_bytes() if host_memory is None else parse_bytes(host_memory, "--host-memory")
+    if (num_gpus, gpu_memory, gpu) == (None, None, None) and not here:
+        return Machine(None, 0, 0, host, num_machines)
+    size = None if gpu_memory is None else parse_bytes(gpu_memory, "--gpu-memory")
+    kind = _named(gpu, size) if gpu is not None else _of_this_machine(here, size)
+    if size is None and gpu is None and here:
+        return Machine(kind, count, min(free_gpu_bytes(torch.device("cuda", index)) for index in range(here)), host)
+    # A card of 24 GB, as it is called, has less than 24 GiB.
+    whole = int(kind.memory_gib * GIB)
+    free = (whole if size is None else min(size, whole) if gpu is not None else size) - CONTEXT_BYTES
+    if free <= 0:
+        raise UserError(f"--gpu-memory is {gpu_memory}; CUDA alone takes {CONTEXT_BYTES / GIB:.1f} GiB of it")
     return Machine(kind, count, free, host, num_machines)
 
 
@@ -150,37 +153,44 @@ def parse_bytes(text: str, option: str) -> int:
     return int(float(found[1]) * (1000**power if unit.endswith("B") and "i" not in unit else 1024**power))
 
 
-def _parse_shorthand(text: str) -> tuple[int, str, str]:
+def _parse_shorthand(text: str) -> tuple[int, str, str | None]:
     found = re.fullmatch(r"(\d+)x([A-Za-z0-9]+)(?:-(\d+)G)?", text)
     if found is None:
         raise UserError(f"--machine is '{text}'; write number, kind and memory of its GPUs, such as 4x3090-24G")
-    gpu = _named(found[2])
-    return int(found[1]), gpu.name, f"{found[3]}GiB" if found[3] else f"{gpu.memory_gib}GiB"
+    size = f"{found[3]}GiB" if found[3] else None
+    return int(found[1]), _named(found[2], None).name, size
 
 
-def _named(name: str) -> Gpu:
+def _named(name: str, size: int | None) -> Gpu:
     known = {kind.lower(): gpu for kind, gpu in GPUS.items()}
     if name.lower() not in known:
         raise UserError(f"--gpu is '{name}', whose rates are not known; known are {', '.join(GPUS)}: give the nearest")
-    return known[name.lower()]
+    return _of_size(known[name.lower()], size)
 
 
-def known_gpu(name: str) -> Gpu | None:
-    """The kind of a GPU by the name that CUDA gives it; None where its rates are not known."""
+def known_gpu(name: str, size: int) -> Gpu | None:
+    """The kind of a GPU by the name that CUDA gives it, and its bytes; None where its rates are not known."""
     found = [gpu for kind, gpu in GPUS.items() if re.search(rf"\b{kind}\b", name)]
-    return found[0] if found else None
+    if not found or re.search("laptop|max-q|mig", name, re.IGNORECASE):
+        return None
+    return _of_size(found[0], size)
 
 
-def _of_this_machine(count: int, gpu_memory: str | None) -> Gpu:
+def _of_size(gpu: Gpu, size: int | None) -> Gpu:
+    """The A100 of 40 GB has the name of the one of 80."""
+    is_smaller = gpu is GPUS["A100"] and size is not None and size < 60 * GIB
+    return GPUS["A100-40"] if is_smaller else gpu
+
+
+def _of_this_machine(count: int, size: int | None) -> Gpu:
     """The kind of this machine's GPUs, or of one that is described by its memory alone."""
     if count:
         name = torch.cuda.get_device_name(0)
-        if (gpu := known_gpu(name)) is None:
+        if (gpu := known_gpu(name, torch.cuda.get_device_properties(0).total_memory)) is None:
             raise UserError(f"the rates of this machine's GPU ({name}) are not known; give the nearest: --gpu NAME")
         return gpu
-    if gpu_memory is None:
+    if size is None:
         raise UserError(f"this machine has no GPU; say which kind the plan is for: --gpu {', '.join(GPUS)}")
     # The smallest that has so much: memory is what was asked about.
-    size = parse_bytes(gpu_memory, "--gpu-memory") / GIB
-    large = [gpu for gpu in GPUS.values() if gpu.memory_gib * 1.1 >= size]
+    large = [gpu for gpu in GPUS.values() if gpu.memory_gib * 1.1 >= size / GIB]
     return min(large, key=lambda gpu: gpu.memory_gib, default=GPUS["H200"])

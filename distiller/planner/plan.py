@@ -14,12 +14,12 @@ from distiller.config.recipe import Recipe
 from distiller.errors import UserError
 from distiller.launch.checks import Launch, possible_precisions
 from distiller.launch.student_layout import StudentLayout, layout_of_launch
-from distiller.planner.account import MARGIN
 from distiller.planner.machines import GIB, Machine
 from distiller.planner.planned_run import PlannedRun
 from distiller.planner.remedies import changes
 from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Cacheable, Plannable
+from distiller.teachers.footprint import FILLED_SHARE
 from distiller.teachers.rules import check_placement
 from distiller.training.student_memory import WEIGHTS
 from distiller.training.update_plan import last_step_of, plan_updates
@@ -36,6 +36,7 @@ class PlannedPlacement:
         host_bytes: of each machine, the student's offloaded state and a checkpoint's copy included.
         disk_bytes: what the run leaves on its disk.
         step_ms: of an update; None on a machine without GPUs, and where it cannot run.
+        stage_ms: of the stages before the loop that ask the teacher; None as above.
         bound_by: what an update's time goes to.
         remedy: the smallest change of the recipe with which it fits; empty where none is known.
     """
@@ -47,6 +48,7 @@ class PlannedPlacement:
     host_bytes: int = 0
     disk_bytes: int = 0
     step_ms: float | None = None
+    stage_ms: float | None = None
     bound_by: str = ""
     remedy: str = ""
 
@@ -60,8 +62,6 @@ class Plan:
         placements: those that can run come first, fastest first; then those that cannot.
         choice: the fastest of those that fit and that `auto` may choose; None where none fits.
         steps: updates of the whole run.
-        stage_passes: of the teacher, of one sample each, before the loop.
-        pass_ms: a sample's share of a pass of the teacher; None on a machine without GPUs.
         cached_hours: of the whole run with a cache of the teacher's outputs, which is made first; None where the time
             is not known, or nothing can be cached.
     """
@@ -71,16 +71,13 @@ class Plan:
     placements: tuple[PlannedPlacement, ...]
     choice: str | None
     steps: int
-    stage_passes: int
-    pass_ms: float | None
     cached_hours: float | None
 
     def hours(self, row: PlannedPlacement) -> float | None:
         """Of the whole run: the stages that ask the teacher, and the updates. None where the time is not known."""
-        if row.step_ms is None or self.pass_ms is None:
+        if row.step_ms is None or row.stage_ms is None:
             return None
-        stages_ms = self.stage_passes * self.pass_ms / self.layout.num_processes
-        return (stages_ms + self.steps * row.step_ms) / 3.6e6
+        return (row.stage_ms + self.steps * row.step_ms) / 3.6e6
 
 
 def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> Plan:
@@ -92,28 +89,25 @@ def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mac
     """
     run = plan_run(recipe, task, launch, machine)
     changed_runs = changes(run)
-    rows = [
-        _row(run, spec, changed_runs)
-        for spec in PLACEMENTS.values()
-        if spec.memory is not None or spec.name == "cached"
-    ]
-    rows.sort(key=lambda row: (not row.fits, row.step_ms is None, row.step_ms or 0.0, _rank(row.name, run)))
-    fitting = [row.name for row in rows if row.fits and PLACEMENTS[row.name].is_auto_candidate]
+    rows = [_row(run, spec, changed_runs) for spec in PLACEMENTS.values()]
+    rows.sort(key=lambda row: (not row.fits, row.step_ms is None, round(row.step_ms or 0.0), _rank(row.name, run)))
     asked = recipe.teacher.placement
-    pass_ms = None if machine.gpu is None else run.teacher_work("replicated").pass_ms / recipe.train.batch_size
+    candidates = [row for row in rows if row.fits and (PLACEMENTS[row.name].is_auto_candidate or row.name == asked)]
+    # A cache is chosen where the recipe names it: `auto` never does.
+    chosen = next((row for row in candidates if asked == row.name == "cached"), next(iter(candidates), None))
+    if not task.needs_live_teacher:
+        chosen = next(row for row in rows if row.name == "replicated")
     return Plan(
         machine,
         run.layout,
         tuple(rows),
-        asked if asked == "cached" else next(iter(fitting), None),
+        None if chosen is None or not chosen.fits else chosen.name,
         run.steps,
-        task.stage_passes() if isinstance(task, Plannable) else 0,
-        pass_ms,
-        None if pass_ms is None else _cached_hours(run, pass_ms),
+        None if chosen is None or machine.gpu is None else _cached_hours(run, chosen),
     )
 
 
-def _cached_hours(run: PlannedRun, pass_ms: float) -> float | None:
+def _cached_hours(run: PlannedRun, chosen: PlannedPlacement) -> float | None:
     """The teacher answers once for each sample, or for each of its draws, and then the student trains alone."""
     task, recipe = run.task, run.recipe
     if not isinstance(task, Cacheable) or not task.needs_live_teacher:
@@ -121,9 +115,13 @@ def _cached_hours(run: PlannedRun, pass_ms: float) -> float | None:
     per_update = recipe.train.batch_size * run.layout.accumulation_steps * run.layout.num_processes
     epochs = -(-run.steps * per_update // task.num_samples)
     draws = min(recipe.cache.draws or epochs, epochs) if task.has_draws else 1
-    stages = task.stage_passes() if isinstance(task, Plannable) else 0
-    teacher_ms = (draws * task.num_samples + stages) * pass_ms / run.layout.num_processes
-    return (teacher_ms + run.steps * run.step_time(PLACEMENTS["cached"]).ms) / 3.6e6
+    asking_ms = (
+        draws
+        * task.num_samples
+        * run.stage_pass_ms(PLACEMENTS[chosen.name], recipe.train.batch_size)
+        / run.layout.num_processes
+    )
+    return (asking_ms + (chosen.stage_ms or 0.0) + run.steps * run.step_time(PLACEMENTS["cached"]).ms) / 3.6e6
 
 
 def plan_run(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Machine) -> PlannedRun:
@@ -142,11 +140,25 @@ def plan_run(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mach
     precision = possible_precisions(recipe.train.mixed_precision, launch.mixed_precision)[0]
     if recipe.train.mixed_precision == "auto" and precision == "bf16" and not has_bfloat16:
         precision = "no"
+    _check_gpu(recipe, machine, precision)
     layout = layout_of_launch(recipe, launch, precision)
     named = recipe.teacher.dtype
     dtype = getattr(torch, named) if named != "auto" else torch.bfloat16 if has_bfloat16 else torch.float32
     updates = plan_updates(recipe, task.num_samples, layout.accumulation_steps, launch.num_processes)
     return PlannedRun(recipe, task, machine, layout, dtype, last_step_of(recipe, updates))
+
+
+def _check_gpu(recipe: Recipe, machine: Machine, precision: str) -> None:
+    """Refuses (UserError) what this kind of GPU does not compute."""
+    gpu = machine.gpu
+    if gpu is None:
+        return
+    if precision == "bf16" and not gpu.has_bfloat16:
+        raise UserError(f"train.mixed_precision is bf16, which {gpu.name} has not; choose fp16 or no")
+    if recipe.teacher.dtype == "bfloat16" and not gpu.has_bfloat16:
+        raise UserError(f"teacher.dtype is bfloat16, which {gpu.name} has not; choose float16 or float32")
+    if recipe.teacher.quantization == "fp8" and not gpu.has_float8:
+        raise UserError(f"teacher.quantization is fp8, which {gpu.name} has not; choose int8 or nf4")
 
 
 def _rank(name: str, run: PlannedRun) -> int:
@@ -192,16 +204,24 @@ def _row(run: PlannedRun, spec: PlacementSpec[Any], changed_runs: Sequence[tuple
         needs.host_bytes,
         _disk_bytes(run),
         None if time is None else time.ms,
+        None if time is None else _stage_ms(run, spec),
         "" if time is None else time.bound_by,
         _remedy(changed_runs, spec) if needs.why else "",
     )
 
 
+def _stage_ms(run: PlannedRun, spec: PlacementSpec[Any]) -> float:
+    passes, size = run.task.stage_passes() if isinstance(run.task, Plannable) and spec.loads_teacher else (0, 1)
+    return passes * run.stage_pass_ms(spec, size) / run.layout.num_processes if passes else 0.0
+
+
 def _why_not(run: PlannedRun, spec: PlacementSpec[Any]) -> str:
     """Why a placement cannot run here, whatever the memory; empty where it can."""
     if not run.task.needs_live_teacher:
-        return "" if spec.name == "replicated" else "the run asks no teacher while it trains"
+        return "" if spec.name == "replicated" else "the run asks no teacher while it trains, wherever it would be"
     options = run.options(spec.name)
+    if spec.memory is None and spec.loads_teacher:
+        return "what it takes follows from the recipe's own map; train --dry-run measures it"
     if spec.name == "cached":
         return "" if run.recipe.teacher.cache else "no teacher.cache is given; `distiller cache` writes one"
     try:
@@ -235,8 +255,9 @@ def _gpu_bytes(run: PlannedRun, spec: PlacementSpec[Any], options: Any, needs: F
 def _shortage(run: PlannedRun, gpu_bytes: tuple[int, ...], host_bytes: int) -> str:
     """Which memory does not suffice, in words; empty where all does."""
     machine = run.machine
-    if machine.num_gpus and max(gpu_bytes) * MARGIN > machine.gpu_memory:
-        return f"takes {max(gpu_bytes) / GIB:.1f} GiB of the {machine.gpu_memory / GIB:.1f} GiB of a GPU"
+    if machine.num_gpus and max(gpu_bytes) > machine.gpu_memory * FILLED_SHARE:
+        usable = machine.gpu_memory * FILLED_SHARE
+        return f"takes {max(gpu_bytes) / GIB:.1f} GiB, more than {FILLED_SHARE:.0%} of a GPU's: {usable / GIB:.1f}"
     if host_bytes > machine.host_memory:
         return f"takes {host_bytes / GIB:.1f} GiB of the {machine.host_memory / GIB:.1f} GiB of host memory"
     return ""

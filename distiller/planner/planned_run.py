@@ -52,6 +52,8 @@ class PlannedRun:
     Attributes:
         teacher_dtype: of the teacher's weights.
         steps: updates of the whole run.
+        compiled: whether the student's and the teacher's blocks are compiled, where that has been decided; None = as
+            `auto` would decide on the machine.
     """
 
     recipe: Recipe
@@ -60,6 +62,7 @@ class PlannedRun:
     layout: StudentLayout
     teacher_dtype: torch.dtype
     steps: int
+    compiled: tuple[bool, bool] | None = None
 
     @cached_property
     def sizes(self) -> Sizes:
@@ -67,9 +70,14 @@ class PlannedRun:
         return planned_sizes(self.task.network, self.teacher_dtype, self.recipe.teacher.quantization)
 
     @cached_property
+    def num_parameters(self) -> int:
+        """Of all that is trained."""
+        return self.task.student_skeleton().num_trained_parameters()
+
+    @cached_property
     def state(self) -> StudentState:
         """Of the student, on one rank."""
-        return student_state(self.task.student_skeleton().num_trained_parameters(), self.recipe, self.layout)
+        return student_state(self.num_parameters, self.recipe, self.layout)
 
     @cached_property
     def traced(self) -> TracedUpdate:
@@ -100,6 +108,8 @@ class PlannedRun:
     @property
     def compiles_student(self) -> bool:
         """Whether the student's blocks are compiled."""
+        if self.compiled is not None:
+            return self.compiled[0]
         can_compile = self.machine.gpu is not None and not self.layout.engine.startswith(tuple(NEVER_COMPILED))
         return can_compile and self._is_compiled(self.recipe.train.compile)
 
@@ -117,7 +127,7 @@ class PlannedRun:
         pass_ms = kernels_ms(
             self.traced.teacher_kernels,
             self.machine.gpu,
-            is_compiled=not why_not and self._is_compiled(teacher.compile),
+            is_compiled=not why_not and self._compiles_teacher,
             share=FORWARD_SHARE,
             product_speed=QUANTIZED_SPEED[teacher.quantization],
         )
@@ -134,18 +144,30 @@ class PlannedRun:
     def step_time(self, spec: PlacementSpec[Any]) -> TeacherTime:
         """The time of an update under a placement, and what most of it goes to; on a machine with GPUs."""
         assert self.machine.gpu is not None and spec.time is not None
-        teacher = TeacherTime(0.0)
+        teacher = TeacherTime(0.0, 0.0)
         if self.task.needs_live_teacher:
             options = spec.options.of(self.options(spec.name))
             teacher = spec.time(self.teacher_work(spec.name), self.sizes, options, self.world, self.machine.links)
         student_ms = self.student_ms
-        optimizer = optimizer_ms(self.state, self.layout, self.machine.gpu)
-        # Asked ahead, the teacher's time hides behind the student's where it waits for a link or computes elsewhere. On
-        # one GPU both share its units.
-        hides = self.recipe.teacher.prefetch_steps > 0 and (spec.computes_elsewhere or not teacher.is_computing)
-        both_ms = max(teacher.ms, student_ms) if hides else teacher.ms + student_ms
+        optimizer = optimizer_ms(self.num_parameters, self.state, self.layout, self.machine.gpu)
+        both_ms = teacher.ms + student_ms
+        if self.recipe.teacher.prefetch_steps:
+            # Beside the student it waits for links and for others; what its GPU computes for both adds up.
+            both_ms = max(teacher.ms, teacher.computing_ms + student_ms)
         bound_by = f"teacher: {teacher.bound_by}" if teacher.ms > student_ms + optimizer else "student"
-        return TeacherTime(both_ms + optimizer, bound_by)
+        return TeacherTime(both_ms + optimizer, both_ms + optimizer, bound_by)
+
+    def stage_pass_ms(self, spec: PlacementSpec[Any], num_samples: int) -> float:
+        """A sample's share of one forward pass of so many samples before the loop; on a machine with GPUs."""
+        assert spec.time is not None
+        pass_ms = self.teacher_work(spec.name).pass_ms * num_samples / self.recipe.train.batch_size
+        options = spec.options.of(self.options(spec.name))
+        time = spec.time(TeacherWork(1, pass_ms), self.sizes, options, self.world, self.machine.links)
+        return time.ms / num_samples
+
+    @property
+    def _compiles_teacher(self) -> bool:
+        return self._is_compiled(self.recipe.teacher.compile) if self.compiled is None else self.compiled[1]
 
     def _is_compiled(self, asked: str) -> bool:
         return asked != "none" and (asked != "auto" or self.steps >= MIN_UPDATES)

@@ -68,8 +68,9 @@ def trace_update(
     """
     assert isinstance(task, Plannable)
     batch = task.example(batch_size)
-    with _without_data() as trace:
+    with _without_data() as trace, ExitStack() as at_end:
         if isinstance(task, ReplicatesHead):
+            at_end.callback(task.drop_head)
             trace.exclude(task.make_head_without_data(teacher_dtype))
         answer, teacher_peak, teacher_kernels = _ask_teacher(task, batch, teacher_dtype, trace)
         held = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(answer) if isinstance(tensor, Tensor))

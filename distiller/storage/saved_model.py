@@ -38,6 +38,11 @@ def weights_may_be_missing() -> Iterator[None]:
         _weights_may_be_missing.reset(token)
 
 
+def may_lack_weights() -> bool:
+    """Whether this runs inside `weights_may_be_missing`."""
+    return _weights_may_be_missing.get()
+
+
 def transformers_files(folder: Path, origin: str) -> list[Path]:
     """The safetensors files that `from_pretrained` of transformers reads; not every one needs to be there.
 
@@ -98,7 +103,7 @@ def refuse_adapter(folder: Path, origin: str) -> None:
 
 def _nothing(folder: Path, name: str, origin: str) -> list[Path]:
     """The files of a model without weights: none, or UserError."""
-    if _weights_may_be_missing.get():
+    if may_lack_weights():
         return []
     others = sorted(file.name for file in folder.glob("*.safetensors"))
     found = f"; it has {others[0]}: a variant is read where it is saved again without one" if others else ""

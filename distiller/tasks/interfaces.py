@@ -82,6 +82,10 @@ class ReplicatesHead(ABC):
     def make_head_without_data(self, dtype: torch.dtype) -> list[Tensor]:
         """Makes that layer where `load_data` would read it, for a plan, which computes nothing; returns its tensors."""
 
+    @abstractmethod
+    def drop_head(self) -> None:
+        """Forgets that layer again."""
+
 
 class Plannable(ABC):
     """Its updates can be followed without data."""
@@ -94,8 +98,11 @@ class Plannable(ABC):
         """
 
     @abstractmethod
-    def stage_passes(self) -> int:
-        """Forward passes of the teacher, each of one sample, that stages before the loop need where nothing is made."""
+    def stage_passes(self) -> tuple[int, int]:
+        """(samples that the teacher is asked about before the loop where nothing is made yet, samples a pass).
+
+        A sample counts once for each pass that it is in.
+        """
 
 
 class Cacheable(Task[BatchT, NetworkT]):

@@ -15,7 +15,7 @@ from distiller.teachers.base import Network, Setup
 from distiller.teachers.device_map.maps import Packing, budgets_of_devices
 from distiller.teachers.device_map.module_partition import separate_shared_names
 from distiller.teachers.device_map.teacher import pack
-from distiller.teachers.footprint import AUTO_SHARE, kept_for_updates
+from distiller.teachers.footprint import AUTO_SHARE, FILLED_SHARE
 from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.weights.loading import ModulePlan
 
@@ -64,8 +64,7 @@ def device_packing(network: Network, setup: Setup) -> PackDevices:
         ranks = setup.ranks
 
         def on_node() -> Packing:
-            filled_share, reserved = kept_for_updates(setup, 1 - kept_share)
-            budgets = budgets_of_devices(ranks, reserved, gpus_of_ranks, 1 - filled_share)
+            budgets = budgets_of_devices(setup, gpus_of_ranks, kept_share)
             return replace(pack(plans, rule.make, budgets, rule.allows_disk), maps=[])
 
         # Only one rank of a node measures, since measuring changes the free memory. The maps must fit on every node.
@@ -147,16 +146,15 @@ def choose(
         fits: the placements that fit, fastest first: with memory for updates (True), or without (False).
         setup: the student's memory, what is known of an update, and predicted times.
     """
-    share, reserved = (
-        kept_for_updates(setup, AUTO_SHARE) if budget.gpu is not None else (AUTO_SHARE, setup.reserved_bytes)
-    )
-    student = reserved * (budget.num_ranks if budget.gpu is None else 1)
+    is_known = budget.gpu is not None and setup.update_bytes is not None
+    update = setup.update_bytes or 0 if is_known else 0
+    student = (setup.reserved_bytes + update) * (budget.num_ranks if budget.gpu is None else 1)
     taken, free = (whole.host, budget.host) if budget.gpu is None else (whole.gpu, budget.gpu)
     where = "host memory" if budget.gpu is None else "the GPU with least"
-    holders = "a whole teacher and the student" if reserved == setup.reserved_bytes else "a whole teacher and an update"
+    holders = "a whole teacher, the student and an update" if is_known else "a whole teacher and the student"
     reason = (
-        f"{holders} take {(taken + student) / GIB:.2f} GiB of the {(free + student) / GIB:.2f} that are {share:.0%} of "
-        f"what {where} has free"
+        f"{holders} take {(taken + student) / GIB:.2f} GiB of the {(free + student) / GIB:.2f} that are "
+        f"{FILLED_SHARE if is_known else AUTO_SHARE:.0%} of what {where} has free"
     )
     fitting_names = (name for with_updates in (True, False) for name in fits(with_updates))
     # If nothing fits, the caller's check refuses `replicated` and says so.

@@ -123,6 +123,8 @@ def _blocks_that_fit(plans: Sequence[ModulePlan], setup: Setup) -> int:
     if not sizes:
         return 0
     rest = sum(unit.num_bytes for plan in plans for unit in plan.units if unit.name == REST)
-    share, reserved = kept_for_updates(setup, AUTO_SHARE)
-    budget = int(free_gpu_bytes(device) * share) - reserved - rest - options.ring_blocks * max(sizes)
+    free = free_gpu_bytes(device)
+    # The larger of both: a prediction that is too low would leave no room at all.
+    kept = max(kept_for_updates(setup, free, AUTO_SHARE), int(free * (1 - AUTO_SHARE)))
+    budget = free - kept - setup.reserved_bytes - rest - options.ring_blocks * max(sizes)
     return max(budget // max(sizes), 0)

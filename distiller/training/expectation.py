@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import final
 
 import torch
@@ -41,17 +43,19 @@ class ExpectationNotice:
     ) -> None:
         """`expected`: None where nothing was predicted; `first_step`: the session's first update."""
         self._expected = expected if ranks.is_main else None
-        self._first_step, self._peak_bytes, self._began = first_step, peak_bytes, 0.0
+        self._first_step, self._peak_bytes = first_step, peak_bytes
+        self._ends: list[float] = []
 
     def end(self, step: int) -> None:
         """After update `step`; on rank 0 the twentieth of a session prints a line."""
         if self._expected is None:
             return
         count = step - self._first_step + 1
-        if count == SETTLED:
-            self._began = time.perf_counter()
-        elif count == COMPARED:
-            step_ms = (time.perf_counter() - self._began) * 1e3 / (COMPARED - SETTLED)
+        if SETTLED <= count <= COMPARED:
+            self._ends.append(time.perf_counter())
+        if count == COMPARED:
+            # The median leaves out an update beside which a checkpoint is written.
+            step_ms = 1e3 * median(later - earlier for earlier, later in pairwise(self._ends))
             print_to_stderr(comparison(self._expected, Expectation(self._peak_bytes(), step_ms), step))
 
 

@@ -144,8 +144,8 @@ class ClassificationTask(
     def example(self, batch_size: int) -> PictureBatch:
         return self.collate([PictureSample(0, torch.zeros(self._processor.shape), 0)] * batch_size)
 
-    def stage_passes(self) -> int:
-        return 0
+    def stage_passes(self) -> tuple[int, int]:
+        return 0, 1
 
     def to_device(self, batch: PictureBatch, device: torch.device) -> PictureBatch:
         moved = batch.map(lambda tensor: tensor.to(device, non_blocking=True))

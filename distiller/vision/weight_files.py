@@ -10,7 +10,7 @@ import torch
 from safetensors import safe_open
 
 from distiller.errors import UserError
-from distiller.storage.saved_model import check_whole, refuse_adapter, transformers_files
+from distiller.storage.saved_model import check_whole, may_lack_weights, refuse_adapter, transformers_files
 
 _WEIGHTS = re.compile(r".*\.safetensors|(pytorch_model|tf_model|flax_model).*\.(bin|h5|msgpack)")
 
@@ -48,7 +48,8 @@ def stored_dtype(files: list[Path]) -> torch.dtype:
 
 def check_weights(folder: Path, origin: str) -> None:
     """Raises UserError unless a saved model's safetensors files are all present and complete. Reads headers only."""
-    if weights_among(file.name for file in folder.iterdir() if file.suffix == ".safetensors") is None:
+    found = weights_among(file.name for file in folder.iterdir() if file.suffix == ".safetensors")
+    if found is None and not may_lack_weights():
         raise UserError(
             f"{origin}: holds no model.safetensors (other formats are not read); save the model with safetensors, or "
             "set teacher_training.max_steps to train it first"

@@ -90,6 +90,14 @@ def test_work_is_counted_for_each_operation():
         del left, right, product, total
 
 
+def test_a_value_that_is_asked_is_false_unless_all_was_asked():
+    with followed():
+        values = torch.empty(4)
+        for _ in range(20):  # memory of earlier answers is used again
+            assert bool((values > 0).all())
+            assert not bool((values > 0).any())
+
+
 def test_one_kernel_keeps_its_result_alone():
     with followed() as trace:
         values = torch.empty(16, 16)

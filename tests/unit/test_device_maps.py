@@ -27,7 +27,7 @@ from distiller.teachers.device_map.module_partition import (
 from distiller.teachers.device_map.teacher import pack
 from distiller.teachers.weights.layout import Unit, lay_out
 from distiller.teachers.weights.loading import ModulePlan
-from tests.toy_network import DIM, NUM_BLOCKS, ToyNetwork
+from tests.toy_network import DIM, NUM_BLOCKS, ToyNetwork, setup
 
 NETWORK = ToyNetwork(Path("nowhere"))
 CALLER = torch.device("cuda", 1)
@@ -104,10 +104,15 @@ def test_a_gpu_keeps_memory_for_the_student_contexts_and_activations(monkeypatch
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(maps, "free_gpu_bytes", lambda device: (70 if device.index < 2 else 5) * 2**30)
     ranks = Ranks(torch.device("cuda", 0), 0, 2, 0, 2, None, None)
-    budgets = maps.budgets_of_devices(ranks, reserved_bytes=10 * 2**30, gpus_of_ranks=[0, 2])
+    run = replace(setup(), ranks=ranks, reserved_bytes=10 * 2**30)
+    budgets = maps.budgets_of_devices(run, gpus_of_ranks=[0, 2])
     contexts = 2 * maps.CONTEXT_BYTES
     assert budgets == {0: (63 - 10) * 2**30 - contexts, 1: 63 * 2**30 - contexts, 2: 0}
-    assert maps.budgets_of_devices(ranks, 0, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
+    alone = replace(run, reserved_bytes=0)
+    assert maps.budgets_of_devices(alone, [0, 2], kept_share=0.2)[0] == 56 * 2**30 - contexts
+    # An update that takes less than a tenth is all that is kept, with a margin of 7%.
+    known = replace(alone, update_bytes=2**30)
+    assert maps.budgets_of_devices(known, [0, 2])[1] == pytest.approx((70 * 0.93 - 1) * 2**30 - contexts, abs=8)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from distiller.teachers import Request, factory
 from distiller.teachers.device_map.maps import Packing
 from distiller.teachers.factory import open_teacher
 from distiller.teachers.fitting import by_speed, check_fits, choose, fitting
-from distiller.teachers.footprint import AUTO_SHARE, FILLED_SHARE, footprints, kept_for_updates, measure, memory_budget
+from distiller.teachers.footprint import AUTO_SHARE, footprints, kept_for_updates, measure, memory_budget
 from distiller.teachers.rules import check_placement
 from tests.placement_contract import requests_of
 from tests.toy_network import DIM, ToyNetwork, save_toy, setup
@@ -40,9 +40,8 @@ class Node:
         self.needs = footprints(WAN, self.setup, self.budget(1))
 
     def budget(self, share: float) -> MemoryBudget:
-        share, reserved = kept_for_updates(self.setup, share)
-        kept_gib = reserved / GIB if reserved else self.student_gib
-        free = int(max(self.free_gib * share - kept_gib, 0) * GIB)
+        kept = kept_for_updates(self.setup, int(self.free_gib * GIB), share)
+        free = int(max((self.free_gib - self.student_gib) * GIB - kept, 0))
         return MemoryBudget(free, int(self.host_gib * GIB), self.num_gpus, self.num_gpus, (free,) * self.num_gpus)
 
     def pack(self, placement: str, kept_share: float) -> Packing:
@@ -109,15 +108,19 @@ def test_what_an_update_takes_is_kept_free_in_place_of_a_share_of_the_memory():
     assert node.choose()[0] == "replicated"
     tight = Node(1, 34)
     assert tight.choose()[0] == "streamed"
-    assert kept_for_updates(tight.setup, AUTO_SHARE) == (AUTO_SHARE, 0)
-    known = replace(tight.setup, reserved_bytes=2 * GIB, update_bytes=3 * GIB)
-    assert kept_for_updates(known, AUTO_SHARE) == (FILLED_SHARE, 5 * GIB)
-    # Nothing is kept for the question whether it can work at all.
-    assert kept_for_updates(known, 1.0) == (1.0, 2 * GIB)
+    known = replace(tight.setup, update_bytes=1 * GIB)
+    for setup_of_run, kept in (
+        (tight.setup, {AUTO_SHARE: 20, 0.9: 10, 1.0: 0}),
+        # A choice keeps 7 GiB as a margin, and the update's. A question whether it can work keeps the less of both.
+        (known, {AUTO_SHARE: 8, 0.9: 8, 1.0: 0}),
+        (replace(known, update_bytes=5 * GIB), {AUTO_SHARE: 12, 0.9: 10, 1.0: 0}),
+    ):
+        for share, expected in kept.items():
+            assert kept_for_updates(setup_of_run, 100 * GIB, share) == pytest.approx(expected * GIB, abs=8)
     tight.setup = known
     name, reason = tight.choose()
     assert name == "replicated"
-    assert reason.startswith("a whole teacher and an update take 32.00 GiB of the 32.98 that are 97% of ")
+    assert reason.startswith("a whole teacher, the student and an update take 30.00 GiB of the 31.62 that are 93% of ")
 
 
 def test_predicted_times_decide_and_what_was_measured_where_they_are_equal():

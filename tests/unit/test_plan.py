@@ -16,11 +16,12 @@ from distiller.launch.checks import Launch
 from distiller.launch.deepspeed import Offload
 from distiller.launch.fsdp import parse_fsdp
 from distiller.launch.student_layout import StudentLayout
-from distiller.planner.account import MARGIN, WORKSPACE, make_account
+from distiller.planner.account import WORKSPACE, make_account
 from distiller.planner.machines import CONTEXT_BYTES, GIB, GPUS, Machine, parse_bytes, plan_machine
 from distiller.planner.plan import make_plan, plan_run
 from distiller.planner.remedies import changes
 from distiller.planner.traced_update import TracedUpdate
+from distiller.teachers.footprint import FILLED_SHARE
 from distiller.training.student_memory import StudentState, student_state
 from tests import toys
 
@@ -82,6 +83,30 @@ def test_times_in_multiples_of_a_pass(name, passes, world, expected):
     assert spec.time is not None
     links = Links(1e12, 1e12, 1e12, 100)
     assert spec.time(TeacherWork(passes, 1.0), Sizes(1, 1, 1, 1, 1), spec.options(), world, links).ms == expected
+
+
+@pytest.mark.parametrize("prefetch_steps", [0, 1])
+def test_no_placement_is_faster_than_a_whole_teacher_on_every_gpu(task, prefetch_steps):
+    """Asked ahead, what a GPU computes for teacher and student adds up, wherever its part of the teacher lies."""
+    folder, built = task
+    options = [f"teacher.prefetch_steps={prefetch_steps}", "train.batch_size=4", "train.samples_per_update=16"]
+    recipe = load(str(folder / "recipe.yaml"), options)
+    run = plan_run(recipe, built, Launch(None, 2), Machine(GPUS["H200"], 2, 100 * GIB, 100 * GIB))
+    times = {name: run.step_time(PLACEMENTS[name]).ms for name in ("replicated", "streamed", "balanced", "rank0")}
+    assert min(times.values()) == times["replicated"]
+
+
+def test_what_a_run_asks_ahead_hides_behind_the_student():
+    links, world, sizes = Links(1.0, 1.0, 1.0, 100), World(2, 2, 2), Sizes(100, 100, 1, 0, 100)
+    streamed, balanced = PLACEMENTS["streamed"], PLACEMENTS["balanced"]
+    assert streamed.time is not None
+    assert balanced.time is not None
+    time = streamed.time(TeacherWork(1, 10.0), sizes, streamed.options(), world, links)
+    # 100 bytes, half by each GPU, at one a second: it computes for 10 ms of them.
+    assert (time.ms, time.computing_ms) == (50_000, 10)
+    time = balanced.time(TeacherWork(1, 10.0), sizes, balanced.options(), world, links)
+    # Two ranks' passes through two halves: each GPU computes as much as one pass, and waits half of one.
+    assert (time.ms, time.computing_ms) == (15, 10)
 
 
 def layout(engine: str, num_processes: int = 4, accumulation: int = 1, **others) -> StudentLayout:
@@ -147,8 +172,6 @@ def test_what_an_update_takes(given, prefetch_steps, expected):
     account = make_account(state, given, traced, head=7, prefetch_steps=prefetch_steps)
     assert account.update == expected
     assert account.peak(500) == 1000 + 2000 + 300 + 7 + 500 + expected + WORKSPACE
-    assert account.fits(500, int(account.peak(500) * MARGIN) + 1)
-    assert not account.fits(500, account.peak(500))
 
 
 @pytest.mark.parametrize(
@@ -161,9 +184,10 @@ def test_sizes_with_units(text, expected):
 
 def test_machines_that_are_described():
     described = plan_machine("4x3090-24G", None, None, None, "128GiB", 2)
-    assert described == Machine(GPUS["3090"], 4, 24 * GIB - CONTEXT_BYTES, 128 * GIB, 2)
-    assert described.describe() == "2 machines, each with 4 x 3090, 23.4 GiB free on each, 128 GiB of host memory"
+    assert described == Machine(GPUS["3090"], 4, int(23.6 * GIB) - CONTEXT_BYTES, 128 * GIB, 2)
+    assert described.describe() == "2 machines, each with 4 x 3090, 23.0 GiB free on each, 128 GiB of host memory"
     assert plan_machine(None, 8, None, "h100", "1TiB", 1).gpu is GPUS["H100"]
+    assert plan_machine("8xA100-40G", None, None, None, "1TiB", 1).gpu is GPUS["A100-40"]
     # A kind for a memory alone: the smallest that has it.
     assert plan_machine(None, 2, "48GiB", None, "1TiB", 1).gpu is GPUS["L40S"]
     assert plan_machine(None, None, None, None, "64GiB", 1) == Machine(None, 0, 0, 64 * GIB)
@@ -191,17 +215,17 @@ def test_a_plan_takes_the_fastest_that_fits_and_names_what_would_fit(task):
     room = planned(task, Machine(GPUS["3090"], 2, 100 * GIB, 100 * GIB), 2)
     rows = {row.name: row for row in room.placements}
     assert room.choice == "replicated"
-    assert {name for name, row in rows.items() if not row.fits} == {"dedicated", "cached"}
+    assert {name for name, row in rows.items() if not row.fits} == {"dedicated", "cached", "custom"}
     assert rows["dedicated"].why == "teacher.devices asks for 1 GPU(s) beside those of the 2 rank(s), and there are 2"
     assert rows["rank0"].gpu_bytes[0] > rows["rank0"].gpu_bytes[1]
     assert rows["cpu"].gpu_bytes[0] < rows["streamed"].gpu_bytes[0] <= rows["replicated"].gpu_bytes[0]
     assert rows["streamed"].host_bytes > rows["replicated"].host_bytes
     # With a byte less than `replicated` takes, another one is taken.
-    tight = Machine(GPUS["3090"], 2, int(rows["replicated"].gpu_bytes[0] * MARGIN) - 1, 100 * GIB)
+    tight = Machine(GPUS["3090"], 2, int(rows["replicated"].gpu_bytes[0] / FILLED_SHARE) - 8, 100 * GIB)
     found = planned(task, tight, 2)
     chosen = {row.name: row for row in found.placements}
     assert not chosen["replicated"].fits
-    assert "GiB of a GPU" in chosen["replicated"].why
+    assert " GiB, more than 93% of a GPU's: " in chosen["replicated"].why
     assert found.choice not in (None, "replicated")
     assert found.placements[0].fits
     assert [row.fits for row in found.placements] == sorted((row.fits for row in found.placements), reverse=True)
@@ -217,7 +241,7 @@ def test_a_remedy_is_the_first_change_that_is_enough(task):
     recomputed = planned(task, Machine(GPUS["3090"], 1, GIB, GIB), 1, "train.gradient_checkpointing=true").placements
     smaller = next(row.gpu_bytes[0] for row in recomputed if row.name == "replicated")
     assert smaller < peak
-    between = Machine(GPUS["3090"], 1, int((peak + smaller) / 2 * MARGIN), GIB)
+    between = Machine(GPUS["3090"], 1, int((peak + smaller) / 2 / FILLED_SHARE), GIB)
     row = next(row for row in planned(task, between, 1).placements if row.name == "replicated")
     assert (row.fits, row.remedy) == (False, "train.gradient_checkpointing=true")
 
@@ -252,13 +276,14 @@ def test_the_changes_that_are_tried_begin_with_what_costs_least(task):
 def test_a_cache_costs_one_answer_for_each_draw(task):
     found = planned(task, Machine(GPUS["H100"], 1, 79 * GIB, 100 * GIB), 1, "cache.draws=2", "train.max_steps=30")
     alone = next(row for row in found.placements if row.name == "replicated")
-    assert found.pass_ms is not None
+    assert alone.stage_ms is not None
     assert found.cached_hours is not None
     assert alone.step_ms is not None
     _, built = task
+    pass_ms = alone.stage_ms / built.stage_passes()[0]
     # 30 updates of 8 samples are more than two epochs. An update without the teacher's pass of 8 samples is left.
-    teacher_ms = (2 * built.num_samples + found.stage_passes) * found.pass_ms
-    student_ms = 30 * (alone.step_ms - 8 * found.pass_ms)
+    teacher_ms = 2 * built.num_samples * pass_ms + alone.stage_ms
+    student_ms = 30 * (alone.step_ms - 8 * pass_ms)
     assert found.cached_hours == pytest.approx((teacher_ms + student_ms) / 3.6e6, rel=1e-6)
 
 
@@ -275,16 +300,18 @@ def test_hours_are_those_of_stages_and_updates(task):
     found = planned(task, Machine(GPUS["H100"], 1, 79 * GIB, 100 * GIB), 1)
     row = found.placements[0]
     assert row.step_ms is not None
-    assert found.pass_ms is not None
-    stages = found.stage_passes * found.pass_ms
-    assert found.hours(row) == pytest.approx((found.steps * row.step_ms + stages) / 3.6e6)
+    assert row.stage_ms is not None
+    assert found.hours(row) == pytest.approx((found.steps * row.step_ms + row.stage_ms) / 3.6e6)
+    # What a slow placement asks before the loop takes its time too.
+    slow = next(row for row in found.placements if row.name == "cpu")
+    assert slow.stage_ms == pytest.approx(100 * row.stage_ms)
 
 
 def test_it_prints_a_table_and_json(capsys):
     arguments = ["plan", "digits-wan", "--machine", "2x3090-24G", "--host-memory", "64GiB"]
     assert main(arguments) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("2 x 3090, 23.4 GiB free on each, 64 GiB of host memory; 2 processes under ddp, bf16")
+    assert lines[0].startswith("2 x 3090, 23.0 GiB free on each, 64 GiB of host memory; 2 processes under ddp, bf16")
     assert lines[1].split()[:2] == ["placement", "fits"]
     assert lines[-2].startswith("auto chooses replicated (")
     assert lines[-1].startswith("the older rule (two GPUs or more: balanced, else cpu) would choose balanced (")
@@ -305,6 +332,12 @@ def test_it_prints_a_table_and_json(capsys):
         (["--gpu-memory", "24"], "--gpu-memory is '24'; write a number with a unit, such as 24GiB"),
         (["--gpus", "2"], "this machine has no GPU; say which kind the plan is for: --gpu H200, "),
         (["--gpus", "0", "--gpu", "T4"], "--gpus is 0 and --machines 1; each is at least 1"),
+        (["--machines", "0"], "--gpus is 1 and --machines 0; each is at least 1"),
+        (["--machine", "2xH100-0G"], "--gpu-memory is 0GiB; CUDA alone takes 0.6 GiB of it"),
+        (["--processes", "0"], "--processes is 0; it is at least 1"),
+        (["--gpu", "T4", "train.mixed_precision=bf16"], "train.mixed_precision is bf16, which T4 has not"),
+        (["--gpu", "A100", "teacher.quantization=fp8"], "teacher.quantization is fp8, which A100 has not"),
+        (["--plot", "/proc/plan.png"], "--plot /proc/plan.png: "),
         (["--config_file", "nowhere.yaml"], "nowhere.yaml: no such accelerate config file"),
     ],
 )

@@ -64,7 +64,7 @@ MEASURED = [
     ("llama-8b", None, COMPILED, 42.9),
     ("llama-8b", None, ["teacher.placement=streamed"], 37.2),
 ]
-ALLOWED, ALLOWED_TIME = 0.04, 0.30
+ALLOWED, LEAST, ALLOWED_TIME = 0.04, 0.985, 0.30
 
 
 @pytest.fixture(scope="module")
@@ -142,7 +142,9 @@ def test_predicted_peaks_are_those_that_were_measured(recipes, model, launch, ov
     assert spec.memory is not None
     world = World(processes, processes, processes)
     teacher = spec.memory(run.sizes, spec.options.of(recipe.teacher), world).gpu
-    assert run.account.peak(teacher) / GIB == pytest.approx(measured, rel=ALLOWED)
+    predicted = run.account.peak(teacher) / GIB
+    assert predicted == pytest.approx(measured, rel=ALLOWED)
+    assert predicted > measured * LEAST
 
 
 TIMES = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Generic, Self, TypeVar
 
@@ -100,25 +100,25 @@ class Links:
 
 @dataclass(frozen=True)
 class TeacherTime:
-    """Milliseconds of an update that the teacher takes, and what they go to."""
+    """Milliseconds that the teacher takes in an update, and what they go to.
+
+    Attributes:
+        computing_ms: of `ms`, while a GPU on which the student trains computes: asked ahead, they add to the student's.
+    """
 
     ms: float
+    computing_ms: float
     bound_by: str = "computation"
-
-    @property
-    def is_computing(self) -> bool:
-        """Whether it goes to computation on the student's own GPU."""
-        return self.bound_by == "computation"
 
     def beside(self, num_bytes: float, rate: float, link: str) -> TeacherTime:
         """While it computes, bytes pass at so many a second: the longer of both."""
         passing_ms = num_bytes / rate * 1e3
-        return TeacherTime(passing_ms, link) if passing_ms > self.ms else self
+        return replace(self, ms=passing_ms, bound_by=link) if passing_ms > self.ms else self
 
     def after(self, num_bytes: float, rate: float, link: str) -> TeacherTime:
         """It waits until the bytes have passed."""
         passing_ms = num_bytes / rate * 1e3
-        return TeacherTime(self.ms + passing_ms, link if passing_ms > self.ms else self.bound_by)
+        return replace(self, ms=self.ms + passing_ms, bound_by=link if passing_ms > self.ms else self.bound_by)
 
 
 @dataclass(frozen=True)
@@ -197,8 +197,8 @@ class PlacementSpec(Generic[OptionsT]):
         options: its keys.
         row: of the support table.
         memory: (teacher's sizes, options, world) -> what it takes, without activations. None where sizes do not tell.
-        time: (work, teacher's sizes, options, world, rates) -> predicted time of an update on GPUs; None where it
-            depends on what a plan does not know.
+        time: (work, teacher's sizes, options, world, rates) -> predicted time of the teacher in an update, on GPUs of
+            one machine; None where it depends on what a plan does not know.
         speed: None where it is never proposed instead of another placement.
         is_auto_candidate: whether `auto` may choose it.
         uses_device_map: whether its class is a `DeviceMapTeacher`, which checks its own memory.

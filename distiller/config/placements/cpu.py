@@ -32,7 +32,7 @@ def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
 def _time(work: TeacherWork, sizes: Sizes, options: NoOptions, world: World, links: Links) -> TeacherTime:
     del sizes, options
     # The ranks of a machine share its cores.
-    return TeacherTime(work.ms * links.cpu_slowdown * max(world.num_local_ranks, 1), "CPU")
+    return TeacherTime(work.ms * links.cpu_slowdown * max(world.num_local_ranks, 1), 0.0, "CPU")
 
 
 SPEC = PlacementSpec(

@@ -55,7 +55,7 @@ def _check_options(options: DedicatedOptions) -> None:
 
 def _time(work: TeacherWork, sizes: Sizes, options: DedicatedOptions, world: World, links: Links) -> TeacherTime:
     per_process = work.ms * max(world.num_local_ranks, 1) / options.num_processes
-    computing = TeacherTime(per_process, "the teacher's own GPUs")
+    computing = TeacherTime(per_process, 0.0, "the teacher's own GPUs")
     if options.inner == "streamed":
         return computing.beside(sizes.total, links.host, "host memory to GPU")
     return computing if options.inner == "replicated" else computing.beside(sizes.total, links.disk, "disk")

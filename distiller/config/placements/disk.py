@@ -33,7 +33,9 @@ def _time(work: TeacherWork, sizes: Sizes, options: DiskOptions, world: World, l
     del world
     num_bytes = options.passing_bytes(sizes) * (1 if options.amortise else work.num_passes)
     return (
-        TeacherTime(work.ms).beside(num_bytes, links.host, "host memory to GPU").beside(num_bytes, links.disk, "disk")
+        TeacherTime(work.ms, work.ms)
+        .beside(num_bytes, links.host, "host memory to GPU")
+        .beside(num_bytes, links.disk, "disk")
     )
 
 

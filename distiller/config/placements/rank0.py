@@ -43,7 +43,8 @@ def _check_world(options: Rank0Options, num_processes: int, under_deepspeed: boo
 
 def _time(work: TeacherWork, sizes: Sizes, options: Rank0Options, world: World, links: Links) -> TeacherTime:
     del sizes, options, links
-    return TeacherTime(work.ms * world.num_processes, "one GPU that answers for all")
+    in_all = work.ms * world.num_processes
+    return TeacherTime(in_all, in_all, "one GPU that answers for all")
 
 
 SPEC = PlacementSpec(

@@ -23,7 +23,7 @@ def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
 
 def _time(work: TeacherWork, sizes: Sizes, options: NoOptions, world: World, links: Links) -> TeacherTime:
     del sizes, options, world, links
-    return TeacherTime(work.ms)
+    return TeacherTime(work.ms, work.ms)
 
 
 SPEC = PlacementSpec(

@@ -24,7 +24,10 @@ def _memory(sizes: Sizes, options: NoOptions, world: World) -> Footprint:
 
 def _time(work: TeacherWork, sizes: Sizes, options: NoOptions, world: World, links: Links) -> TeacherTime:
     del sizes, options, links
-    return TeacherTime(work.ms * time_through_parts(work.num_passes, world), "parts on GPUs that wait for each other")
+    # Each GPU computes its part of every rank's passes.
+    of_each = work.ms * world.num_local_ranks / world.num_gpus
+    in_all = work.ms * time_through_parts(work.num_passes, world)
+    return TeacherTime(in_all, of_each, "parts on GPUs that wait for each other")
 
 
 SPEC = PlacementSpec(

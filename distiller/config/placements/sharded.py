@@ -64,7 +64,7 @@ def _alone(options: ShardedOptions, num_gpus: int) -> Mapping[str, object]:
 def _time(work: TeacherWork, sizes: Sizes, options: ShardedOptions, world: World, links: Links) -> TeacherTime:
     # Every pass gathers every block.
     num_bytes, share = sizes.total * work.num_passes, 1 / world.num_processes
-    gathered = TeacherTime(work.ms).beside(num_bytes * (1 - share), links.peers, "GPU to GPU")
+    gathered = TeacherTime(work.ms, work.ms).beside(num_bytes * (1 - share), links.peers, "GPU to GPU")
     if options.offload == "none":
         return gathered
     rate, link = (links.host, "host memory to GPU") if options.offload == "cpu" else (links.disk, "disk")

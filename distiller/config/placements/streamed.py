@@ -42,7 +42,7 @@ def _time(work: TeacherWork, sizes: Sizes, options: StreamedOptions, world: Worl
     if not options.amortise:
         num_bytes *= work.num_passes
     num_shares = max(world.num_local_ranks, 1) if shares in (True, "auto") else 1
-    copied = TeacherTime(work.ms).beside(num_bytes / num_shares, links.host, "host memory to GPU")
+    copied = TeacherTime(work.ms, work.ms).beside(num_bytes / num_shares, links.host, "host memory to GPU")
     if num_shares == 1:
         return copied
     return copied.beside(num_bytes * (1 - 1 / num_shares), links.peers, "GPU to GPU")

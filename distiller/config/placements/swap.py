@@ -30,7 +30,7 @@ def _memory(sizes: Sizes, options: SwapOptions, world: World) -> Footprint:
 
 def _time(work: TeacherWork, sizes: Sizes, options: SwapOptions, world: World, links: Links) -> TeacherTime:
     del options, world
-    return TeacherTime(work.ms).after(sizes.total, links.host, "host memory to GPU")
+    return TeacherTime(work.ms, work.ms).after(sizes.total, links.host, "host memory to GPU")
 
 
 SPEC = PlacementSpec(

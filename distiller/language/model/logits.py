@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distiller.errors import UserError, shown
+from distiller.tasks.gpu_kernels import is_planned
 
 
 @final
@@ -148,7 +149,10 @@ class TokenIds:
 
         All calls return the same tensor, which is copied to the device once. It must not be changed.
         """
-        return _absence(self, device) if self.absent else None
+        if not self.absent:
+            return None
+        # A plan's tensors hold no data: nobody else may get them.
+        return _absence.__wrapped__(self, device) if is_planned() else _absence(self, device)
 
     def unused(self, vocabulary: int) -> list[int]:
         """The ids of an output layer that stand for no token."""

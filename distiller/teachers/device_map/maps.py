@@ -18,6 +18,8 @@ from torch import nn
 from distiller.distributed.free_memory import free_gpu_bytes, free_host_bytes
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
+from distiller.teachers.base import Setup
+from distiller.teachers.footprint import kept_for_updates
 
 Location = int | str
 """A GPU's number, `cpu` or `disk`. On a machine without GPUs the numbers are those of the node's ranks."""
@@ -91,21 +93,23 @@ def check_custom_map(device_map: Mapping[str, Location], modules: Sequence[nn.Mo
 
 
 def budgets_of_devices(
-    ranks: Ranks, reserved_bytes: int, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
+    setup: Setup, gpus_of_ranks: Sequence[int | None], kept_share: float = ACTIVATION_SHARE
 ) -> dict[int, int]:
     """Device number -> bytes that it has for the teacher.
 
-    A GPU's budget is its free memory without `kept_share` for activations, without `reserved_bytes` for the student if
-    a rank trains on it (`gpus_of_ranks`), and without a CUDA context for every rank, since all ranks compute on every
-    GPU. Without GPUs, each number has all of the same free host memory.
+    A GPU's budget is its free memory without what is kept for updates (`kept_share` of it, or less; see
+    `kept_for_updates`), without the student's state if a rank trains on it (`gpus_of_ranks`), and without a CUDA
+    context for every rank, since all ranks compute on every GPU. Without GPUs, each number has all of the same free
+    host memory.
     """
+    ranks = setup.ranks
     if ranks.device.type == "cpu":
         return dict.fromkeys(range(ranks.local_world_size), free_host_bytes())
     budgets = {}
     for gpu in range(torch.cuda.device_count()):
-        free = int(free_gpu_bytes(torch.device("cuda", gpu)) * (1 - kept_share))
-        kept = ranks.local_world_size * CONTEXT_BYTES + (reserved_bytes if gpu in gpus_of_ranks else 0)
-        budgets[gpu] = max(free - kept, 0)
+        free = free_gpu_bytes(torch.device("cuda", gpu))
+        kept = kept_for_updates(setup, free, 1 - kept_share) + ranks.local_world_size * CONTEXT_BYTES
+        budgets[gpu] = max(free - kept - (setup.reserved_bytes if gpu in gpus_of_ranks else 0), 0)
     return budgets
 
 

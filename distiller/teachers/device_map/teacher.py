@@ -18,7 +18,7 @@ from distiller.distributed.devices import with_index
 from distiller.teachers.base import Call, ModuleCalls, Network, Outputs, Request, Setup, Teacher, TeacherMemory, answer
 from distiller.teachers.device_map.device_hooks import DeviceCopies, OnloadedWeights, attach_hooks
 from distiller.teachers.device_map.gpu_ticket_lock import GpuTicketLock
-from distiller.teachers.device_map.maps import ACTIVATION_SHARE, DeviceMap, Location, Packing, budgets_of_devices
+from distiller.teachers.device_map.maps import DeviceMap, Location, Packing, budgets_of_devices
 from distiller.teachers.device_map.module_partition import (
     ModulePartition,
     TensorGroup,
@@ -27,7 +27,6 @@ from distiller.teachers.device_map.module_partition import (
     resident_groups,
     separate_shared_names,
 )
-from distiller.teachers.footprint import kept_for_updates
 from distiller.teachers.quantization.modules import plan_quantized_modules
 from distiller.teachers.streaming.copiers import FileReader
 from distiller.teachers.weights.layout import REST, Binding, own_buffer_bytes
@@ -80,8 +79,7 @@ class DeviceMapTeacher(Teacher):
         self._gpus_of_ranks = setup.ranks.gather_on_node(self._device.index)
 
         def make_maps() -> list[DeviceMap]:
-            filled_share, reserved = kept_for_updates(setup, 1 - ACTIVATION_SHARE)
-            budgets = budgets_of_devices(setup.ranks, reserved, self._gpus_of_ranks, 1 - filled_share)
+            budgets = budgets_of_devices(setup, self._gpus_of_ranks)
             packing = pack(plans, rule.make, budgets, rule.allows_disk)
             packing.check(setup.options.placement, "teacher.placement=auto chooses from what fits")
             return packing.maps
