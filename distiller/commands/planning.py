@@ -119,7 +119,10 @@ def to_lines(found: Plan, recipe: Recipe) -> list[str]:
     table = [
         "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
-    return [head, *(line.rstrip() for line in table), _choice(found, recipe), *_cache(found), *_older_rule(found)]
+    said = [_choice(found, recipe), *_cache(found), *_older_rule(found)]
+    if sum(bool(row.gpu_bytes) for row in found.placements) == 1:
+        said = ["the run asks no teacher while it trains: its place does not matter"]
+    return [head, *(line.rstrip() for line in table), *said]
 
 
 def _cells(found: Plan, row: PlannedPlacement) -> Sequence[str]:
@@ -169,7 +172,7 @@ def _older_rule(found: Plan) -> list[str]:
     """What the older trainer's rule would have chosen: the fastest was not asked for."""
     older = "balanced" if found.machine.num_gpus > 1 else "cpu"
     row = next(row for row in found.placements if row.name == older)
-    if found.choice in (None, older) or not row.gpu_bytes:
+    if found.choice is None or found.choice == older or not row.gpu_bytes or not PLACEMENTS[found.choice].loads_teacher:
         return []
     return [f"the older rule (two GPUs or more: balanced, else cpu) would choose {older}{_ms(row)}"]
 

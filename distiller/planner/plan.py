@@ -92,16 +92,15 @@ def make_plan(recipe: Recipe, task: Task[Any, Any], launch: Launch, machine: Mac
     rows = [_row(run, spec, changed_runs) for spec in PLACEMENTS.values()]
     rows.sort(key=lambda row: (not row.fits, row.step_ms is None, round(row.step_ms or 0.0), _rank(row.name, run)))
     asked = recipe.teacher.placement
-    candidates = [row for row in rows if row.fits and (PLACEMENTS[row.name].is_auto_candidate or row.name == asked)]
     # A cache is chosen where the recipe names it: `auto` never does.
-    chosen = next((row for row in candidates if asked == row.name == "cached"), next(iter(candidates), None))
-    if not task.needs_live_teacher:
-        chosen = next(row for row in rows if row.name == "replicated")
+    candidates = [row for row in rows if row.fits and row.name == asked and not PLACEMENTS[asked].loads_teacher]
+    candidates += [row for row in rows if row.fits and PLACEMENTS[row.name].is_auto_candidate]
+    chosen = next(iter(candidates), None)
     return Plan(
         machine,
         run.layout,
         tuple(rows),
-        None if chosen is None or not chosen.fits else chosen.name,
+        None if chosen is None else chosen.name,
         run.steps,
         None if chosen is None or machine.gpu is None else _cached_hours(run, chosen),
     )

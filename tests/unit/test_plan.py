@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import yaml
 
 from distiller.cli import main
 from distiller.config.loading import load
@@ -24,6 +25,7 @@ from distiller.planner.traced_update import TracedUpdate
 from distiller.teachers.footprint import FILLED_SHARE
 from distiller.training.student_memory import StudentState, student_state
 from tests import toys
+from tests.model_families import recipe_of as recipe_of_family
 
 GB = 10**9
 
@@ -348,6 +350,26 @@ def test_what_cannot_be_planned_is_said_in_one_line(options, said, capsys):
     lines = capsys.readouterr().err.splitlines()
     assert len([line for line in lines if line.startswith("distiller:")]) == 1
     assert said in lines[-1]
+
+
+@pytest.mark.parametrize("family", ["llama", "resnet"])
+def test_weights_need_not_be_there(family, tmp_path, capsys):
+    recipe = recipe_of_family(family, tmp_path)
+    for file in (tmp_path / "teacher").rglob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["plan", str(tmp_path / "recipe.yaml"), "--gpus", "1", "--gpu", "H100", "--host-memory", "9GiB"]) == 0
+    assert "auto chooses replicated" in capsys.readouterr().out
+    # Training says what is missing.
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--check"]) == 2
+    assert "model.safetensors" in capsys.readouterr().err
+
+
+def test_a_run_that_asks_no_teacher_has_no_place_for_one(capsys):
+    assert main(["plan", "digits-wan", "task.targets=stored", "--gpus", "1", "--gpu", "T4"]) == 0
+    assert (
+        capsys.readouterr().out.splitlines()[-1] == "the run asks no teacher while it trains: its place does not matter"
+    )
 
 
 @pytest.mark.parametrize("options", [["--machine", "2x3090-24G"], []])
