@@ -28,4 +28,4 @@ def test_a_run_takes_no_more_than_was_predicted(tmp_path, placement, capsys):
     assert summary["expected_gpu_peak_gib"] * GIB < summary["gpu_peak_gib"] * GIB + WORKSPACE
     assert "update 20: GPU peak " in printed.err
     if placement == "auto":
-        assert "teacher.placement auto: replicated (a whole teacher and an update take " in printed.out
+        assert "teacher.placement auto: replicated (a whole teacher, the student and an update take " in printed.out
