@@ -74,3 +74,18 @@ def test_the_part_that_failed_is_known():
     with pytest.raises(ValueError, match="broken"), timer.part("teacher"):
         raise ValueError("broken")
     assert timer.current_part == "teacher"
+
+
+def test_discarded_steps_are_in_no_window():
+    timer = StepTimer(torch.device("cpu"))
+    with timer.part("teacher"):
+        sum(range(1000))
+    timer.end_step()
+    timer.discard()
+    with timer.part("student"):
+        sum(range(1000))
+    timer.end_step()
+    times = timer.read()
+    assert times["teacher"] == 0
+    assert 0 < times["student"] <= times["step"]
+    assert timer.timed()[0] == 1
