@@ -1,4 +1,4 @@
-"""When a checkpoint is due."""
+"""When a checkpoint is due, and how many there are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,12 @@ from distiller.config.recipe import Checkpoint
 def is_time(settings: Checkpoint, elapsed_s: float) -> bool:
     """Whether a checkpoint is due by time, `elapsed_s` seconds after the last save or the loop's start."""
     return settings.every_minutes is not None and elapsed_s >= 60 * settings.every_minutes
+
+
+def most_at_once(settings: Checkpoint) -> int:
+    """How many checkpoints are on the disk at a time: those that are kept, and the one that is being written."""
+    is_periodic = settings.every_steps is not None or settings.every_minutes is not None
+    return settings.keep + 1 if is_periodic else int(settings.at_end)
 
 
 def is_due(settings: Checkpoint, step: int, last_step: int, by_clock: bool) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import SessionTotals
+from distiller.checkpoint.schedule import most_at_once
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import is_main_process, world_size
 from distiller.distributed.rank_failure import is_lost_rank_error
@@ -125,9 +126,7 @@ def disk_line(recipe: Recipe, checkpoint_bytes: int, student_bytes: int) -> str:
 
     Beside the ones that are kept there is the one that is being written.
     """
-    saving = recipe.checkpoint
-    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
-    count = saving.keep + 1 if is_periodic else int(saving.at_end)
+    count = most_at_once(recipe.checkpoint)
     existing = Path(os.path.abspath(recipe.output_dir))
     while not existing.exists():
         existing = existing.parent

@@ -8,6 +8,7 @@ from typing import Any, final
 
 import torch
 
+from distiller.checkpoint.schedule import most_at_once
 from distiller.config.placements import PLACEMENTS
 from distiller.config.placements.base import Footprint, PlacementSpec
 from distiller.config.recipe import Recipe
@@ -21,7 +22,7 @@ from distiller.tasks.base import Task
 from distiller.tasks.interfaces import Cacheable, Plannable
 from distiller.teachers.footprint import FILLED_SHARE
 from distiller.teachers.rules import check_placement
-from distiller.training.student_memory import WEIGHTS
+from distiller.training.student_memory import MOMENTS, WEIGHTS
 from distiller.training.update_plan import last_step_of, plan_updates
 
 
@@ -264,11 +265,8 @@ def _shortage(run: PlannedRun, gpu_bytes: tuple[int, ...], host_bytes: int) -> s
 
 def _disk_bytes(run: PlannedRun) -> int:
     """Checkpoints that are there at once, and the exported student."""
-    saving, num_parameters = run.recipe.checkpoint, run.task.student_skeleton().num_trained_parameters()
-    is_periodic = saving.every_steps is not None or saving.every_minutes is not None
-    count = saving.keep + 1 if is_periodic else int(saving.at_end)
-    # Float32 weights and AdamW's two moments.
-    return num_parameters * WEIGHTS * (3 * count + 1)
+    # Float32 weights and AdamW's two moments in each.
+    return run.num_parameters * (WEIGHTS + (WEIGHTS + MOMENTS) * most_at_once(run.recipe.checkpoint))
 
 
 def _remedy(changed_runs: Sequence[tuple[PlannedRun, str]], spec: PlacementSpec[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -42,6 +42,13 @@ def _traced(
 
 QUANTIZED_SPEED = {"none": 1.0, "fp8": 1.6, "int8": 1.0, "nf4": 0.8}
 """How many times as fast a teacher's products are; of fp8 1.4 to 1.6 was measured (docs/performance.md)."""
+
+
+class UpdateTime(NamedTuple):
+    """Milliseconds of an update, and what most of it goes to."""
+
+    ms: float
+    bound_by: str
 
 
 @final
@@ -141,7 +148,7 @@ class PlannedRun:
         once = kernels_ms(self.traced.student_kernels, self.machine.gpu, is_compiled=compiles, share=STUDENT_SHARE)
         return once * self.layout.accumulation_steps
 
-    def step_time(self, spec: PlacementSpec[Any]) -> TeacherTime:
+    def step_time(self, spec: PlacementSpec[Any]) -> UpdateTime:
         """The time of an update under a placement, and what most of it goes to; on a machine with GPUs."""
         assert self.machine.gpu is not None and spec.time is not None
         teacher = TeacherTime(0.0, 0.0)
@@ -155,7 +162,7 @@ class PlannedRun:
             # Beside the student it waits for links and for others; what its GPU computes for both adds up.
             both_ms = max(teacher.ms, teacher.computing_ms + student_ms)
         bound_by = f"teacher: {teacher.bound_by}" if teacher.ms > student_ms + optimizer else "student"
-        return TeacherTime(both_ms + optimizer, both_ms + optimizer, bound_by)
+        return UpdateTime(both_ms + optimizer, bound_by)
 
     def stage_pass_ms(self, spec: PlacementSpec[Any], num_samples: int) -> float:
         """A sample's share of one forward pass of so many samples before the loop; on a machine with GPUs."""

@@ -13,8 +13,8 @@ import torch
 
 from distiller.distributed.process import print_to_stderr
 from distiller.distributed.ranks import Ranks
+from distiller.training.tracking import GIB
 
-GIB = 2**30
 SETTLED, COMPARED = 10, 20
 """Updates of a session after which time is measured, and after which it is compared."""
 NOTABLE = 0.10
