@@ -30,6 +30,7 @@ LAYERS = [
     ["student_preparation", "teacher_preparation"],
     ["build"],
     ["commands"],
+    ["arguments"],
     ["cli"],
     ["__main__", "older"],
 ]
