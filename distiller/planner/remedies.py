@@ -7,15 +7,20 @@ from typing import Any
 
 import torch
 
-from distiller.launch.checks import Launch
+from distiller.launch.deepspeed import Offload
 from distiller.launch.fsdp import fsdp_of_file
-from distiller.launch.request import read_launch_file
-from distiller.launch.student_layout import StudentLayout, layout_of_launch
+from distiller.launch.student_layout import StudentLayout
 from distiller.planner.planned_run import PlannedRun
 from distiller.storage.packaged_files import launch_files_dir
 
 SHARDED = ("zero2", "fsdp2", "zero3_offload")
 """Launch files that are proposed in place of DDP's: each keeps less of the student's state on a GPU."""
+
+OFFLOADED = {
+    "zero2": ("deepspeed-zero2", Offload()),
+    "zero3_offload": ("deepspeed-zero3-offload", Offload("cpu", "cpu")),
+}
+"""Of these, DeepSpeed's -> engine, and what it offloads."""
 
 
 def changes(run: PlannedRun) -> list[tuple[PlannedRun, str]]:
@@ -52,7 +57,14 @@ def changes(run: PlannedRun) -> list[tuple[PlannedRun, str]]:
 
 
 def _layout_of(name: str, run: PlannedRun) -> StudentLayout:
-    """The layout of the run under a packaged launch file."""
-    file, count = launch_files_dir() / "accelerate_configs" / f"{name}.yaml", run.layout.num_processes
-    launch = Launch(read_launch_file(file, count), count, fsdp_of_file(file, count))
-    return layout_of_launch(run.recipe, launch, run.layout.mixed_precision)
+    """The layout of the run under a packaged launch file.
+
+    DeepSpeed's are not read: the JSON that they name is relative to the working folder.
+    """
+    if name in OFFLOADED:
+        engine, offload = OFFLOADED[name]
+        return replace(run.layout, engine=engine, offload=offload)
+    file = launch_files_dir() / "accelerate_configs" / f"{name}.yaml"
+    fsdp = fsdp_of_file(file, run.layout.num_processes)
+    assert fsdp is not None
+    return replace(run.layout, engine=fsdp.engine, fsdp=fsdp)
