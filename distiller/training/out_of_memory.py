@@ -38,7 +38,9 @@ class AllocationRecorder:
         """Before update `step`."""
         self.step = step
         if self._on_gpu and step == self._first:
-            torch.cuda.memory._record_memory_history(max_entries=MAX_EVENTS, stacks="python")
+            # The place of a free is not recorded: for that torch 2.11 reads the Python stack while an exception passes,
+            # and loses the one by which a recomputation of activations stops early (pytorch issue 179536).
+            torch.cuda.memory._record_memory_history(context="alloc", max_entries=MAX_EVENTS, stacks="python")
             self._is_on = True
 
     def end(self, step: int) -> None:
