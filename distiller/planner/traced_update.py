@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -67,19 +67,22 @@ def trace_update(
         compiles: whether the student's blocks are compiled. Kernels are those of uncompiled blocks all the same.
     """
     assert isinstance(task, Plannable)
-    batch = task.example(batch_size)
+    # Skeletons come first: torch 2.11 makes no parameters on the meta device inside a mode of fake tensors.
+    batch, student, block_classes = task.example(batch_size), task.student_skeleton(), task.block_classes
+    teacher: dict[str, nn.Module] = {}
+    if task.needs_live_teacher:
+        teacher = {name: task.network.skeleton(name, teacher_dtype) for name in task.network.module_names}
     with _without_data() as trace, ExitStack() as at_end:
         if isinstance(task, ReplicatesHead):
             at_end.callback(task.drop_head)
             trace.exclude(task.make_head_without_data(teacher_dtype))
-        answer, teacher_peak, teacher_kernels = _ask_teacher(task, batch, teacher_dtype, trace)
+        answer, teacher_peak, teacher_kernels = _ask_teacher(task, batch, teacher, trace)
         held = sum(tensor.untyped_storage().nbytes() for tensor in tree_leaves(answer) if isinstance(tensor, Tensor))
-        student = task.student_skeleton()
         if recomputes:
             task.enable_gradient_checkpointing(student)
         _replace_tensors(student, student_dtype)
         if compiles:
-            keep_what_a_compiler_keeps(blocks_of(student, task.block_classes))
+            keep_what_a_compiler_keeps(blocks_of(student, block_classes))
         trace.exclude([*student.parameters(), *student.buffers()])
         for parameter in student.parameters():
             parameter.register_post_accumulate_grad_hook(lambda weight: trace.is_gradient(weight.grad))
@@ -92,17 +95,15 @@ def trace_update(
 
 
 def _ask_teacher(
-    task: Task[Any, Any], batch: Any, dtype: torch.dtype, trace: AllocationTrace
+    task: Task[Any, Any], batch: Any, modules: Mapping[str, nn.Module], trace: AllocationTrace
 ) -> tuple[Outputs | None, int, Counter[Kernel]]:
     """The teacher's answer to one micro-batch, the peak of its forward passes, and their kernels."""
     if not task.needs_live_teacher:
         return None, 0, Counter()
     network, request = task.network, task.request(batch)
-    modules: dict[str, nn.Module] = {}
-    for name in network.module_names:
-        modules[name] = network.skeleton(name, dtype)
-        _replace_tensors(modules[name], None)
-        trace.exclude([*modules[name].parameters(), *modules[name].buffers()])
+    for module in modules.values():
+        _replace_tensors(module, None)
+        trace.exclude([*module.parameters(), *module.buffers()])
     trace.restart()
     with torch.no_grad():
         answers = [network.run(modules[call.module], call) for call in network.calls(request)]
