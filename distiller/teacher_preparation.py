@@ -42,7 +42,12 @@ def place_teacher(session: Session[Any]) -> tuple[Setup, int]:
     state = student_state(num_parameters, recipe, layout)
     setup = teacher_setup(session, state.gpu + head_bytes, state.host)
     if (expected := _forecast(session, layout)) is not None:
-        setup = replace(setup, update_bytes=expected.update_bytes, step_ms=expected.step_ms)
+        setup = replace(
+            setup,
+            update_bytes=expected.update_bytes,
+            student_alone_bytes=expected.student_alone_bytes,
+            step_ms=expected.step_ms,
+        )
     if task.needs_live_teacher and recipe.teacher.placement != "cached":
         setup = resolve_placement(task.network, setup)
     return setup, head_bytes

@@ -24,20 +24,27 @@ class Account:
         head: of the teacher's layers that every rank holds.
         update: the most that an update takes beside `head`, the teacher's weights, and the part of `state` that is
             always there.
+        student_alone: of `update`, what the student takes more than the teacher when it answers. A teacher with weights
+            that are on the GPU only while it answers has them there.
     """
 
     state: StudentState
     head: int
     update: int
+    student_alone: int
 
     @property
     def beside_teacher(self) -> int:
         """The peak of everything but the teacher's weights."""
         return self.state.gpu - self.state.gradients + self.head + self.update + WORKSPACE
 
-    def peak(self, teacher_bytes: int) -> int:
-        """The predicted peak of allocated memory with so many bytes of the teacher's weights on this GPU."""
-        return self.beside_teacher + teacher_bytes
+    def peak(self, teacher_bytes: int, *, leaves_gpu: bool = False) -> int:
+        """The predicted peak of allocated memory with so many bytes of the teacher's weights on this GPU.
+
+        Args:
+            leaves_gpu: whether they are there only while the teacher answers.
+        """
+        return self.beside_teacher + max(teacher_bytes - (self.student_alone if leaves_gpu else 0), 0)
 
 
 def make_account(
@@ -60,4 +67,5 @@ def make_account(
     # Both traces hold one answer.
     student, teacher = student - traced.answer, traced.teacher_peak - traced.answer
     together = student + teacher if prefetch_steps else max(student, teacher)
-    return Account(state, head, answers + max(together, 0))
+    alone = 0 if prefetch_steps else max(student - max(teacher, 0), 0)
+    return Account(state, head, answers + max(together, 0), alone)

@@ -246,7 +246,7 @@ def _gpu_bytes(run: PlannedRun, spec: PlacementSpec[Any], options: Any, needs: F
     if not run.task.needs_live_teacher:
         return (account.peak(0),) * count
     if holder is None:
-        return (account.peak(needs.gpu),) * count
+        return (account.peak(needs.gpu, leaves_gpu=spec.leaves_gpu),) * count
     # The rank that answers for all computes with all ranks' samples at once.
     at_holder = account.peak(needs.gpu) + run.traced.teacher_peak * (count - 1)
     return tuple(at_holder if rank == holder else account.peak(0) for rank in range(count))

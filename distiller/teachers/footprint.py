@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -53,17 +54,20 @@ def _sizes(modules: Sequence[Sequence[Unit]], dtype: torch.dtype) -> Sizes:
 
 
 def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Footprint]:
-    """Placement -> bytes that it takes on this node with the recipe's options.
+    """Placement -> bytes that it takes on this node with the recipe's options, beside what an update takes.
 
     Placements whose specification has no `memory` are left out: their memory does not follow from sizes alone.
     """
     num_gpus = 0 if budget.gpu is None else max(budget.num_gpus, 1)
     world = World(setup.ranks.world_size, budget.num_ranks, num_gpus)
-    return {
-        spec.name: spec.memory(sizes, spec.options.of(setup.options), world)
-        for spec in PLACEMENTS.values()
-        if spec.memory is not None
-    }
+    needs = {}
+    for spec in PLACEMENTS.values():
+        if spec.memory is not None:
+            needs[spec.name] = spec.memory(sizes, spec.options.of(setup.options), world)
+            if spec.leaves_gpu and num_gpus:
+                beside_update = max(needs[spec.name].gpu - setup.student_alone_bytes, 0)
+                needs[spec.name] = replace(needs[spec.name], gpu=beside_update)
+    return needs
 
 
 def kept_for_updates(setup: Setup, free: int, filled_share: float) -> int:

@@ -281,7 +281,7 @@ def predict(row: dict[str, Any]) -> tuple[float, float]:
     spec = PLACEMENTS[placement]
     assert spec.memory is not None
     teacher = spec.memory(run.sizes, spec.options.of(run.options(placement)), run.world).gpu
-    return run.account.peak(teacher) / GIB, run.step_time(spec).ms
+    return run.account.peak(teacher, leaves_gpu=spec.leaves_gpu) / GIB, run.step_time(spec).ms
 
 
 def report(rows: Sequence[dict[str, Any]]) -> None:

@@ -102,6 +102,16 @@ def test_what_does_not_fit_is_refused_with_what_does(name, free_gib, host_gib, f
         node.check(name)
 
 
+def test_weights_that_leave_the_gpu_lie_where_the_student_s_activations_come():
+    node = Node(1, 40)
+    for alone, beside in ((0, 28), (20, 8), (30, 0)):
+        setup = replace(node.setup, update_bytes=40 * GIB, student_alone_bytes=alone * GIB)
+        sizes = Sizes(28 * GIB, 28 * GIB, GIB, 0, 28)
+        needs = footprints(sizes, setup, MemoryBudget(40 * GIB, 100 * GIB, 1, 1))
+        assert needs["swap"].gpu == beside * GIB
+        assert needs["replicated"].gpu == 28 * GIB
+
+
 def test_what_an_update_takes_is_kept_free_in_place_of_a_share_of_the_memory():
     """28 GiB of weights on a GPU with 40 free: a fifth would leave too little, and an update takes 3 GiB."""
     node = Node(1, 40)

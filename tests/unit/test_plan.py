@@ -174,6 +174,10 @@ def test_what_an_update_takes(given, prefetch_steps, expected):
     account = make_account(state, given, traced, head=7, prefetch_steps=prefetch_steps)
     assert account.update == expected
     assert account.peak(500) == 1000 + 2000 + 300 + 7 + 500 + expected + WORKSPACE
+    # Weights that leave the GPU lie where the student's activations come later, if those are more than the answer's.
+    alone = 0 if prefetch_steps else max(expected - 5 * given.accumulation_steps - 25, 0)
+    assert account.peak(500, leaves_gpu=True) == account.peak(500) - alone
+    assert account.peak(alone, leaves_gpu=True) == account.beside_teacher
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ SPEC = PlacementSpec(
     row=SupportRow("whole while it runs", "one copy a rank", "nothing"),
     memory=_memory,
     time=_time,
+    leaves_gpu=True,
     why_not_prefetched="its weights leave the GPU so that the student can train",
     speed=SpeedRank(on_gpus=70, one_process=70, on_cpus=80),
 )
