@@ -72,6 +72,11 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
     plan.add_argument("--machines", type=int, default=1, metavar="M", help="how many of them (default 1)")
     plan.add_argument("--config_file", metavar="FILE", help="the accelerate config file: the student's engine")
     plan.add_argument("--processes", type=int, metavar="N", help="of all machines (default: as many as GPUs)")
+    plan.add_argument(
+        "--measure",
+        action="store_true",
+        help="measure this machine's rates first, and keep them for later plans and runs",
+    )
     plan.add_argument("--json", action="store_true", help="print JSON instead of a table")
     plan.add_argument("--plot", type=Path, metavar="FILE", help="draw memory and time of all placements (.png, .svg)")
     plan.set_defaults(run=handlers["plan"])

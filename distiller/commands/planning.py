@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from distiller.build import build_task
 from distiller.config.placements import PLACEMENTS
@@ -17,8 +20,11 @@ from distiller.launch.checks import Launch, check_launch
 from distiller.launch.fsdp import fsdp_of_file
 from distiller.launch.request import LaunchRequest, read_launch_file
 from distiller.planner.chart import check_chart, write_chart
-from distiller.planner.machines import GIB, Machine, plan_machine
+from distiller.planner.gpus import GIB
+from distiller.planner.kernel_times import FORWARD_SHARE
+from distiller.planner.machines import Machine, plan_machine
 from distiller.planner.plan import Plan, PlannedPlacement, make_plan
+from distiller.planner.rates import keep_rates, measure_rates, rates_file
 from distiller.storage.saved_model import weights_may_be_missing
 from distiller.tasks.interfaces import Plannable, default_recipe
 
@@ -29,6 +35,8 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> None:
     """Prints a plan of the recipe, as a table or as JSON. Raises UserError."""
     if options.plot is not None:
         check_chart(options.plot)
+    if options.measure:
+        _measure(is_described=(options.machine, options.gpu) != (None, None))
     machine = plan_machine(
         options.machine, options.gpus, options.gpu_memory, options.gpu, options.host_memory, options.machines
     )
@@ -50,6 +58,29 @@ def plan(recipe: Recipe, options: argparse.Namespace) -> None:
         print(json.dumps(to_json(found), indent=2))
     else:
         print("\n".join(to_lines(found, recipe)))
+
+
+def _measure(*, is_described: bool) -> None:
+    """Measures this machine's rates and keeps them. Raises UserError."""
+    if is_described:
+        raise UserError("--measure is of this machine; leave --machine and --gpu out")
+    if not torch.cuda.is_available():
+        raise UserError("--measure needs a GPU, and this machine has none; say which kind to plan for: --gpu NAME")
+    try:
+        rates = measure_rates(torch.device("cuda", 0))
+        file = keep_rates(torch.cuda.get_device_name(0), rates)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            "--measure takes 2 GiB of the GPU, which are not free; try when no other program runs"
+        ) from error
+    except OSError as error:
+        raise UserError(f"--measure keeps rates in {rates_file()}: {error.strerror}; set XDG_CACHE_HOME") from error
+    print(
+        f"measured, and kept in {file}: {FORWARD_SHARE * rates.short_flops / 1e12:.0f} TFLOP/s in 16 bits and "
+        f"{FORWARD_SHARE * rates.float32_flops / 1e12:.0f} in 32, {FORWARD_SHARE * rates.bandwidth / 1e9:,.0f} GB/s of "
+        f"GPU memory, {rates.host / 1e9:.0f} GB/s from the host, {1e3 * rates.launch_ms:.0f} us to start an operation",
+        file=sys.stderr,
+    )
 
 
 def _launch(config_file: str | None, machine: Machine, processes: int | None, *, is_described: bool) -> Launch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from distiller.errors import UserError
-from distiller.planner.machines import GIB
+from distiller.planner.gpus import GIB
 from distiller.planner.plan import Plan, PlannedPlacement
 
 SUFFIXES = (".png", ".svg", ".pdf")

@@ -12,8 +12,9 @@ from distiller.config.placements import PLACEMENTS
 from distiller.config.recipe import Recipe
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.account import WORKSPACE
-from distiller.planner.machines import Machine, known_gpu
+from distiller.planner.machines import Machine
 from distiller.planner.planned_run import PlannedRun
+from distiller.planner.rates import gpu_here
 from distiller.tasks.base import Task
 
 
@@ -50,7 +51,7 @@ def forecast(
     Args:
         compiled: whether the student's and the teacher's blocks are compiled.
     """
-    gpu = known_gpu(torch.cuda.get_device_name(), torch.cuda.get_device_properties(0).total_memory)
+    gpu = gpu_here()
     # What fits is decided from the memory that is free on each rank; here it is not asked.
     machine = Machine(gpu, torch.cuda.device_count(), 0, 0, num_machines)
     run = PlannedRun(recipe, task, machine, layout, teacher_dtype, steps, compiled)

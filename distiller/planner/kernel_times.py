@@ -8,7 +8,7 @@ import torch
 
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.allocation_trace import Kernel
-from distiller.planner.machines import DISK, Gpu
+from distiller.planner.gpus import DISK, Gpu
 from distiller.training.student_memory import StudentState
 
 FORWARD_SHARE, STUDENT_SHARE = 0.80, 0.69
@@ -17,9 +17,9 @@ student's passes with their backward. Found from docs/performance.md, on one H20
 COMPILED_SHARE = 0.3
 """Of the bytes that operations other than products read and write, what is left once a compiler has merged them."""
 
-LAUNCH_MS, COMPILED_LAUNCH_MS = 0.024, 0.10
-"""What the host takes to start an operation, and in compiled blocks a product with all that belongs to it. It bounds
-models whose operations are short."""
+COMPILED_LAUNCH, OPTIMIZER_LAUNCH = 4.0, 1.5
+"""How many operations' starts the host takes for a product with all that belongs to it in compiled blocks, and for each
+tensor of parameters when gradients are clipped and the optimizer steps."""
 
 CPU_OPTIMIZER = 20e9
 """Bytes a second with which a rank's optimizer steps in host memory (docs/performance.md, two ranks on 32 cores)."""
@@ -40,22 +40,22 @@ def kernels_ms(
         moved = kernel.num_bytes * (1.0 if kernel.flops or not is_compiled else COMPILED_SHARE)
         seconds += count * (kernel.flops / (flops * product_speed) + moved / gpu.bandwidth) / share
     if is_compiled:
-        started_ms = COMPILED_LAUNCH_MS * sum(count for kernel, count in kernels.items() if kernel.flops)
+        started = COMPILED_LAUNCH * sum(count for kernel, count in kernels.items() if kernel.flops)
     else:
-        started_ms = LAUNCH_MS * sum(kernels.values())
-    return max(seconds * 1e3, started_ms)
+        started = sum(kernels.values())
+    return max(seconds * 1e3, started * gpu.launch_ms)
 
 
-def optimizer_ms(num_parameters: int, state: StudentState, layout: StudentLayout, gpu: Gpu) -> float:
+def optimizer_ms(num_parameters: int, num_tensors: int, state: StudentState, layout: StudentLayout, gpu: Gpu) -> float:
     """Milliseconds of what follows the backward pass: the gradient's norm, AdamW, and copies of offloaded state.
 
     What an engine exchanges between ranks is taken to pass while the backward pass computes. `num_parameters`: of the
-    whole student.
+    whole student, in `num_tensors` tensors.
     """
     if state.optimizer:
         # Weights, moments and gradients are read, the first two written, and gradients read and scaled before.
         moved = 2 * (state.weights + state.optimizer) + 3 * state.gradients
-        return moved / (gpu.bandwidth * FORWARD_SHARE) * 1e3
+        return max(moved / (gpu.bandwidth * FORWARD_SHARE) * 1e3, OPTIMIZER_LAUNCH * num_tensors * gpu.launch_ms)
     replicas = 1 if layout.fsdp is None else layout.fsdp.num_replicas
     own = num_parameters * replicas / layout.num_processes
     # Gradients to the host and weights back, in 32 bits; the CPU's AdamW reads and writes 28 bytes a parameter.

@@ -15,7 +15,8 @@ from distiller.config.recipe import Recipe
 from distiller.errors import UserError
 from distiller.launch.checks import Launch, possible_precisions
 from distiller.launch.student_layout import StudentLayout, layout_of_launch
-from distiller.planner.machines import GIB, Machine
+from distiller.planner.gpus import GIB
+from distiller.planner.machines import Machine
 from distiller.planner.planned_run import PlannedRun
 from distiller.planner.remedies import changes
 from distiller.tasks.base import Task

@@ -77,9 +77,13 @@ class PlannedRun:
         return planned_sizes(self.task.network, self.teacher_dtype, self.recipe.teacher.quantization)
 
     @cached_property
+    def _trained_sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.task.student_skeleton().parameters()]
+
+    @property
     def num_parameters(self) -> int:
         """Of all that is trained."""
-        return self.task.student_skeleton().num_trained_parameters()
+        return sum(self._trained_sizes)
 
     @cached_property
     def state(self) -> StudentState:
@@ -156,7 +160,9 @@ class PlannedRun:
             options = spec.options.of(self.options(spec.name))
             teacher = spec.time(self.teacher_work(spec.name), self.sizes, options, self.world, self.machine.links)
         student_ms = self.student_ms
-        optimizer = optimizer_ms(self.num_parameters, self.state, self.layout, self.machine.gpu)
+        optimizer = optimizer_ms(
+            self.num_parameters, len(self._trained_sizes), self.state, self.layout, self.machine.gpu
+        )
         both_ms = teacher.ms + student_ms
         if self.recipe.teacher.prefetch_steps:
             # Beside the student it waits for links and for others; what its GPU computes for both adds up.

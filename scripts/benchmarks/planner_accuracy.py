@@ -8,7 +8,7 @@ appended to the results file as soon as it ends, and a second call continues aft
 combination makes the GPU smaller: this process holds the rest while the run lasts. While one run computes, the process
 of the next imports its libraries; it does not touch the GPU before its turn.
 
-"Predicted" is what the planner says today, from descriptions alone, for the machine that measured. Memory is the peak
+"Predicted" is what the planner says today, from descriptions alone and the rates that were measured there at the start. Memory is the peak
 of allocated bytes; time that of the last 8 updates. A row of `auto` shows what it chose, and its time beside that of
 the fastest placement that was measured.
 """
@@ -16,6 +16,7 @@ the fastest placement that was measured.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
@@ -39,9 +40,11 @@ from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.launch.checks import Launch
 from distiller.launch.fsdp import fsdp_of_file
 from distiller.launch.request import read_launch_file
-from distiller.planner.machines import GIB, GPUS, Machine
+from distiller.planner.gpus import GIB, GPUS
+from distiller.planner.machines import Machine
 from distiller.planner.plan import plan_run
 from distiller.planner.planned_run import PlannedRun
+from distiller.planner.rates import measure_rates
 from distiller.storage.saved_model import weights_may_be_missing
 
 ROOT = Path(__file__).parents[2]
@@ -210,7 +213,7 @@ def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> 
     # Page-locked and memory-mapped files are fastest where nothing is written to a disk.
     parent = "/dev/shm" if torch.cuda.is_available() and Path("/dev/shm").exists() else None
     with tempfile.TemporaryDirectory(dir=parent) as temporary, results.open("a") as file:
-        folder, model = Path(temporary), ""
+        folder, model, hardware = Path(temporary), "", _hardware()
         waiting: Process | None = None
         ending: Process | None = None
 
@@ -219,7 +222,7 @@ def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> 
             if ending is None:
                 return
             row = ending.row()
-            file.write(json.dumps(row | _hardware()) + "\n")
+            file.write(json.dumps(row | hardware) + "\n")
             file.flush()
             shown = f"failed: {row['error'][-300:]}" if "error" in row else f"{row['gib']} GiB, {row['step_ms']:.1f} ms"
             print(f"[{row['seconds']:5.1f} s] {ending.combination.title}: {shown}", flush=True)
@@ -250,9 +253,13 @@ def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> 
             waiting.stop()
 
 
-def _hardware() -> dict[str, str]:
-    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    return {"hardware": name, "torch": torch.__version__}
+def _hardware() -> dict[str, Any]:
+    """Names, and the rates of the GPU and its host."""
+    if not torch.cuda.is_available():
+        return {"hardware": "CPU", "torch": torch.__version__}
+    rates = asdict(measure_rates(torch.device("cuda", 0)))
+    torch.cuda.empty_cache()
+    return {"hardware": torch.cuda.get_device_name(), "torch": torch.__version__, "rates": rates}
 
 
 @lru_cache(maxsize=1)
@@ -262,7 +269,7 @@ def _descriptions() -> Path:
 
 @lru_cache(maxsize=1)
 def _planned(model: str, launch: str, overrides: tuple[str, ...]) -> PlannedRun:
-    """The run of all placements; an update is followed once for them."""
+    """The run of all placements on a typical machine; an update is followed once for them."""
     path = _descriptions() / model / "recipe.yaml"
     if not path.exists():
         write_recipe(model, path.parent)
@@ -278,6 +285,9 @@ def _planned(model: str, launch: str, overrides: tuple[str, ...]) -> PlannedRun:
 def predict(row: dict[str, Any]) -> tuple[float, float]:
     """GiB of the GPU's peak and milliseconds of an update, for a measured row's run on one H200."""
     run, placement = _planned(row["model"], row["launch"], tuple(row["overrides"])), row["chosen"]
+    if "rates" in row:
+        gpu = dataclasses.replace(GPUS["H200"], **row["rates"])
+        run = dataclasses.replace(run, machine=dataclasses.replace(run.machine, gpu=gpu))
     spec = PLACEMENTS[placement]
     assert spec.memory is not None
     teacher = spec.memory(run.sizes, spec.options.of(run.options(placement)), run.world).gpu

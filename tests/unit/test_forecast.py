@@ -16,7 +16,8 @@ from distiller.launch.deepspeed import Offload
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.account import WORKSPACE
 from distiller.planner.forecast import Forecast, forecast
-from distiller.planner.machines import GIB, GPUS, Machine, known_gpu
+from distiller.planner.gpus import GIB, GPUS, known_gpu
+from distiller.planner.machines import Machine
 from distiller.planner.planned_run import PlannedRun
 from tests import toys
 from tests.toy_network import setup
@@ -25,8 +26,11 @@ LAYOUT = StudentLayout("single", 1, 1, "bf16", Offload(), None)
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(monkeypatch, tmp_path):
     """A function that gives this machine a GPU of a name, as far as a forecast asks."""
+
+    # Rates that were measured on the machine of the tests are of another GPU.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
     def name_it(name: str, size: int = 140 * GIB) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)

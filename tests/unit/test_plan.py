@@ -18,7 +18,8 @@ from distiller.launch.deepspeed import Offload
 from distiller.launch.fsdp import parse_fsdp
 from distiller.launch.student_layout import StudentLayout
 from distiller.planner.account import WORKSPACE, make_account
-from distiller.planner.machines import CONTEXT_BYTES, GIB, GPUS, Machine, parse_bytes, plan_machine
+from distiller.planner.gpus import GIB, GPUS
+from distiller.planner.machines import CONTEXT_BYTES, Machine, parse_bytes, plan_machine
 from distiller.planner.plan import make_plan, plan_run
 from distiller.planner.remedies import changes
 from distiller.planner.traced_update import TracedUpdate

@@ -26,7 +26,8 @@ from distiller.launch.checks import Launch
 from distiller.launch.fsdp import fsdp_of_file
 from distiller.launch.request import read_launch_file
 from distiller.launch.student_layout import layout_of_launch
-from distiller.planner.machines import GIB, GPUS, Machine
+from distiller.planner.gpus import GIB, GPUS
+from distiller.planner.machines import Machine
 from distiller.planner.planned_run import PlannedRun
 from distiller.storage.packaged_files import ASSETS_DIR
 from distiller.storage.saved_model import weights_may_be_missing
