@@ -52,6 +52,13 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
         action="store_true",
         help="continue output_dir from its latest complete checkpoint; with --check: whether this recipe may",
     )
+    train.add_argument(
+        "--auto-without",
+        action="append",
+        default=[],
+        metavar="PLACEMENT",
+        help="teacher.placement auto does not choose this one; may be repeated",
+    )
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=handlers["train"], by_all_ranks=True)
 

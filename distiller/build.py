@@ -93,11 +93,14 @@ class Stages:
     took_s: float
 
 
-def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = None) -> Run | Finished:
+def build(
+    recipe: Recipe, resume: bool = False, planned_updates: int | None = None, excluded: tuple[str, ...] = ()
+) -> Run | Finished:
     """Builds a run. Communicates; raises UserError before any weight is read.
 
     Every check that needs no weights comes before the first weight is read, and all ranks raise together.
-    `planned_updates`: of the run for which this shorter one stands, and as which it is compiled.
+    `planned_updates`: of the run for which this shorter one stands, and as which it is compiled; `excluded`: placements
+    that `auto` does not choose.
     """
     began = time.perf_counter()
     try:
@@ -108,7 +111,7 @@ def build(recipe: Recipe, resume: bool = False, planned_updates: int | None = No
             return Finished(recipe.train.max_steps or 0)
         raise
     session = join_world(default_recipe(task, recipe), task, planned_updates)
-    setup, head_bytes = place_teacher(session)
+    setup, head_bytes = place_teacher(session, excluded)
     check_same_data(task, session.ranks)
     claim, cached, identity = _claim_folder(session, setup, resume)
     if claim.is_finished:

@@ -33,7 +33,15 @@ class SilentUserError(UserError):
 
 
 class RunError(RuntimeError):
-    """The run was set up correctly and failed while running. One line; the command line exits with 1."""
+    """The run was set up correctly and failed while running. One line; the command line exits with 1.
+
+    Attributes:
+        used_up_at_once: whether a GPU's memory was used up in the first update of the session.
+    """
+
+    def __init__(self, message: str, *, used_up_at_once: bool = False) -> None:
+        super().__init__(message)
+        self.used_up_at_once = used_up_at_once
 
 
 class AgreedError(RunError):

@@ -17,11 +17,11 @@ from distiller.teachers.factory import resolve_placement
 from distiller.training.student_memory import student_state
 
 
-def place_teacher(session: Session[Any]) -> tuple[Setup, int]:
+def place_teacher(session: Session[Any], excluded: tuple[str, ...] = ()) -> tuple[Setup, int]:
     """The teacher's place beside the student, and the bytes of its layers that every rank holds. Communicates.
 
     The placement is resolved unless no teacher is asked in the loop. Raises UserError for a disk too small for the
-    student, and for a teacher that fits nowhere.
+    student, and for a teacher that fits nowhere. `excluded`: placements that `auto` does not choose.
     """
     recipe, world, ranks = session.recipe, session.world, session.ranks
     task: Task[Any, Any] = session.task
@@ -40,7 +40,7 @@ def place_teacher(session: Session[Any]) -> tuple[Setup, int]:
         world.fsdp,
     )
     state = student_state(num_parameters, recipe, layout)
-    setup = teacher_setup(session, state.gpu + head_bytes, state.host)
+    setup = replace(teacher_setup(session, state.gpu + head_bytes, state.host), excluded=excluded)
     if (expected := _forecast(session, layout)) is not None:
         setup = replace(
             setup,

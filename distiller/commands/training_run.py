@@ -7,6 +7,7 @@ import math
 import os
 import shutil
 import time
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,13 @@ import torch
 from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.schedule import most_at_once
+from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import is_main_process, world_size
 from distiller.distributed.rank_failure import is_lost_rank_error
+from distiller.distributed.restart import RestartWatch, can_restart, restart_all
 from distiller.distributed.shutdown import NO_STOP_SIGNALS, StopSignals
-from distiller.errors import AgreedError, CheckpointError, StoppedError
+from distiller.errors import AgreedError, CheckpointError, RunError, StoppedError
 from distiller.export import export_run
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.deepspeed import is_deepspeed_launch
@@ -38,13 +41,18 @@ WRITER_PATIENCE_S = 120.0
 """How long a rank that fails by itself waits for the checkpoint that is being written."""
 
 
-def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) -> None:
+def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, excluded: tuple[str, ...] = ()) -> None:
     """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished.
 
     StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
+    Where `teacher.placement: auto` chose a placement with which the first update takes more memory than a GPU has, all
+    ranks' processes are started again without it, if there is another.
+
+    Args:
+        excluded: placements that `auto` does not choose.
     """
     run_dir = Path(recipe.output_dir)
-    run = build(recipe, resume)
+    run = build(recipe, resume, excluded=excluded)
     if isinstance(run, Finished):
         if is_main_process():
             print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
@@ -53,7 +61,7 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
     try:
         with stops.deferring():
             if run.first_step <= run.last_step:
-                outcome = run_loop(run, stops)
+                outcome = _run_loop(run, stops, excluded)
             else:
                 # The loop had ended, and what follows it was cut short.
                 metrics = run.ranks.broadcast_from_main(lambda: last_metrics(run_dir))
@@ -81,6 +89,41 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS) ->
     _close(run)
     if outcome.save_error is not None:
         raise CheckpointError(f"{outcome.save_error}; the student is complete, in {run_dir / 'student'}")
+
+
+def _run_loop(run: Run, stops: StopSignals, excluded: tuple[str, ...]) -> Outcome:
+    """The loop. Where the placement that `auto` chose does not work, this process is replaced in here."""
+    is_chosen = run.recipe.teacher.placement == AUTO
+    with closing(RestartWatch()) if is_chosen else nullcontext() as watch:
+        try:
+            return run_loop(run, stops)
+        except Exception as error:
+            if watch is not None:
+                watch.look()
+                # Its thread must not use what a restart closes.
+                watch.close()
+                if isinstance(error, RunError) and error.used_up_at_once and can_restart():
+                    _try_another_placement(run, excluded, error)
+            raise
+
+
+def _try_another_placement(run: Run, excluded: tuple[str, ...], error: RunError) -> None:
+    """Starts all ranks' processes again where `auto` has another placement to choose; returns where it has none."""
+    excluded = (*excluded, run.placement)
+    gpu_bytes = run.planned_memory.teacher
+    left = [name for name in gpu_bytes if PLACEMENTS[name].is_auto_candidate and name not in excluded]
+    # The choice goes by time; what takes as much memory as the one that failed would fail too.
+    smaller = [name for name in left if gpu_bytes[name] < gpu_bytes.get(run.placement, math.inf)]
+    if not smaller:
+        return
+    excluded = (*excluded, *(name for name in left if name not in smaller))
+    run.tracker.close_bar()
+    what = str(error).partition(";")[0]
+    restart_all(
+        ["--resume", *(f"--auto-without={name}" for name in excluded)],
+        f"teacher.placement auto: {run.placement} takes more memory than was predicted ({what}); the run starts again "
+        f"with another placement: {' or '.join(smaller)}",
+    )
 
 
 def start_trackers(run: Run) -> None:

@@ -156,6 +156,7 @@ class Setup:
         step_ms: placement -> predicted time of an update; empty where it is not known, and `auto` takes the order of
             what was measured.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
+        excluded: placements that `auto` does not choose.
         alternatives: the placements that a refusal may propose; None = all.
         stages_dir: where quantised weights are kept that are read again for every update; None where none are.
         gpu_bytes: placement -> bytes that it would take on a GPU, of those that may run here, fastest first; empty
@@ -173,6 +174,7 @@ class Setup:
     step_ms: Mapping[str, float] = field(default_factory=dict)
     compile_mode: str = "none"
     stages_dir: Path | StageFolders | None = None
+    excluded: tuple[str, ...] = ()
     alternatives: tuple[str, ...] | None = None
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
 

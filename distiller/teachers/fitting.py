@@ -158,7 +158,8 @@ def choose(
     )
     fitting_names = (name for with_updates in (True, False) for name in fits(with_updates))
     # If nothing fits, the caller's check refuses `replicated` and says so.
-    chosen = next((name for name in fitting_names if PLACEMENTS[name].is_auto_candidate), "replicated")
+    candidates = (name for name in fitting_names if PLACEMENTS[name].is_auto_candidate and name not in setup.excluded)
+    chosen = next(candidates, "replicated")
     order = by_speed(budget, setup.step_ms)
     if setup.step_ms and chosen in order:
         slower = [name for name in order[order.index(chosen) + 1 :] if PLACEMENTS[name].is_auto_candidate]

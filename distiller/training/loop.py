@@ -51,7 +51,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
             if not isinstance(reason, torch.OutOfMemoryError):
                 raise
             kind = AgreedError if isinstance(error, AgreedError) else RunError
-            raise kind(explain(str(reason), run, observers.place, queue.num_bytes)) from error
+            text = explain(str(reason), run, observers.place, queue.num_bytes)
+            raise kind(text, used_up_at_once=observers.step == run.first_step) from error
         except StoppedError:
             queue.close()
             raise

@@ -44,7 +44,12 @@ class Observers:
     def place(self) -> str:
         """In words, the update that was begun last, and its part that goes on or has failed."""
         part = self.timer.current_part
-        return f"update {self.allocations.step}" + ("" if part is None else f", {part}")
+        return f"update {self.step}" + ("" if part is None else f", {part}")
+
+    @property
+    def step(self) -> int:
+        """The update that was begun last."""
+        return self.allocations.step
 
     def begin(self, step: int) -> None:
         """Before update `step`."""

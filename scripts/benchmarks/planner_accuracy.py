@@ -9,8 +9,8 @@ combination makes the GPU smaller: this process holds the rest while the run las
 of the next imports its libraries; it does not touch the GPU before its turn.
 
 "Predicted" is what the planner says today, from descriptions alone and the rates that were measured there at the start.
-Memory is the peak of allocated bytes; time that of the last 8 updates. A row of `auto` shows what it chose, and its time
-beside that of the fastest placement that was measured.
+Memory is the peak of allocated bytes; time that of the last 8 updates. A row of `auto` shows what it chose, and its
+time beside that of the fastest placement that was measured.
 """
 
 from __future__ import annotations
