@@ -50,7 +50,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py"),
         (
             *("order", "stages", "cache", "cache_folder", "prompts", "repeated_prompts", "pictures", "folders"),
-            *("reference_keys", "reference_*_keys", "loader_processes", "latents"),
+            *("reference_keys", "reference_*_keys", "loader_processes", "latents", "data_sets"),
         ),
     ),
     "language": (
@@ -80,7 +80,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
     ),
     "vision": (
         ("distiller/vision/*.py",),
-        ("reference_classification*", "pictures", "classification"),
+        ("reference_classification*", "pictures", "classification", "data_sets"),
     ),
     "training": (
         (

@@ -107,10 +107,10 @@ def pixels_of(image: Image.Image, num_channels: int) -> np.ndarray:
     """uint8 [H, W, C] with one channel (grey) or three (RGB).
 
     It is turned as its EXIF orientation says, transparent parts become white, 16 bits become 8 by rounding, and an
-    animation becomes its first frame. Raises UnreadablePictureError for 32-bit pixels, whose white no format defines.
+    animation becomes its first frame, which is the one that Pillow opens. Raises UnreadablePictureError for 32-bit
+    pixels, whose white no format defines.
     """
     stored_format = image.format
-    image.seek(0)
     image = _on_white(_eight_bit(_upright(image), stored_format))
     pixels = np.asarray(image.convert("L" if num_channels == 1 else "RGB"))
     return pixels[:, :, None] if num_channels == 1 else pixels

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import struct
 import sys
 from pathlib import Path
 
@@ -117,6 +118,14 @@ def test_a_row_without_a_readable_picture_is_named(tmp_path):
     assert opened.read(1, 1).shape == (37, 40, 1)
     with pytest.raises(RunError, match="row 2 of the data set holds no readable image"):
         opened.read(2, 3)
+
+
+def test_a_picture_without_a_frame_0_is_read(tmp_path):
+    """Photoshop's format: its frames are layers, counted from 1, and what Pillow opens is all of them together."""
+    red = b"\xff" * 64 + bytes(128)
+    photoshop = b"8BPS" + struct.pack(">H6xHIIHH", 1, 3, 8, 8, 8, 3) + bytes(14) + red
+    opened = open_pictures(save_pictures(tmp_path, [0, 1, 2], last=photoshop))
+    assert (opened.read(2, 3) == (255, 0, 0)).all()
 
 
 def test_pictures_that_were_saved_without_being_decoded(tmp_path):
