@@ -18,6 +18,7 @@ from distiller.cache.writing import check_free_space, claim, plan_layout
 from distiller.data.rng import sample_order
 from distiller.errors import RunError, UserError
 from distiller.tasks.micro_batch import RepeatedDraws
+from distiller.teachers.base import Request
 from tests.cached_cases import fill_cache
 from tests.toy_task import LinearTeacher, Sequences, TokenTask
 
@@ -203,6 +204,20 @@ def test_a_draws_files_are_of_one_size_and_enough_for_every_rank():
     layout = Layout(100, 3, 16, 0)
     assert [layout.size_of(shard) for shard in range(layout.num_shards)] == [16, 16, 16, 16, 16, 16, 4] * 3
     assert all(layout.size_of(shard) == len(layout.keys_of(shard)) for shard in range(layout.num_shards))
+
+
+def test_one_rank_writes_every_file_with_the_answers_for_its_samples(tmp_path):
+    """Each of the two files takes two calls of the teacher, for four samples each."""
+
+    class FirstTokens(TokenTask):
+        def request(self, batch):
+            return Request(self.sample_ids(batch), {"tokens": torch.stack([tokens[0] for _, tokens in batch])}, ())
+
+    layout = fill_cache(tmp_path, FirstTokens(), teacher := LinearTeacher(), 4, torch.device("cpu"))
+    data = CachedData(Sequences(), tmp_path, layout, draws=1)
+    for number in range(16):
+        (_, tokens), outputs = data[0, number]
+        assert torch.allclose(outputs["output"], tokens[0] @ teacher.weight)
 
 
 def test_answers_that_are_not_finite_are_no_cache(tmp_path):

@@ -93,7 +93,8 @@ def test_grey_multiplied_by_its_alpha(tmp_path):
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_both_tasks_turn_pictures_as_their_exif_entry_says(tmp_path, orientation):
     upright = np.zeros((16, 16, 3), np.uint8)
-    upright[:8, :8] = 255
+    # Not symmetric: each of the eight operations gives another picture.
+    upright[:8, :4] = 255
     # What a camera stores so that the entry turns it upright: the entry's operation, undone.
     undone = {
         1: lambda a: a,
@@ -195,17 +196,17 @@ class TestWhichFiles:
     def test_captioned_folders(self, tmp_path):
         from distiller.data.images import find_images
 
-        for name in ("1.png", "2.gif", ".3.png", "4.heic"):
+        for name in ("1.png", "2.gif", ".3.png", "4.heic", "5.png"):
             (tmp_path / name).touch()
-        for name in ("1", "2"):
+        for name in ("1", "2", "5"):
             (tmp_path / f"{name}.txt").write_text("a cat")
         found, notes = find_images(tmp_path)
-        assert [file.name for file, _ in found] == ["1.png", "2.gif"]
+        assert [file.name for file, _ in found] == ["1.png", "2.gif", "5.png"]
         assert [note.partition(";")[0] for note in notes] == ["data.path: files that are not read as pictures: 1 .heic"]
         (tmp_path / "metadata.jsonl").write_text('{"file_name": "1.png", "text": "a cat"}')
         found, notes = find_images(tmp_path)
         assert [file.name for file, _ in found] == ["1.png"]
-        assert notes[0] == "data.path: pictures that metadata.jsonl does not name and that are left out: 1"
+        assert notes[0] == "data.path: pictures that metadata.jsonl does not name and that are left out: 2"
 
     def test_a_folder_of_other_files_names_them(self, tmp_path):
         from distiller.data.images import find_images
