@@ -75,6 +75,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
                 "small_data",
                 "tokens_beyond_the_models",
                 "language_task",
+                "language_student",
             ),
         ),
     ),

@@ -77,6 +77,15 @@ def test_a_tied_tensor_may_have_the_name_of_the_output_layer(task_of, tmp_path):
     assert torch.equal(exported.get_input_embeddings().weight, state["model.lm_head.weight"])
 
 
+def test_a_tied_tensor_that_has_both_names_is_written_once(task_of, tmp_path):
+    task = task_of(student={"num_layers": 2})
+    state = {name: value.clone() for name, value in task.build_student().state_dict().items()}
+    assert state.keys() >= {"model.lm_head.weight", "model.model.embed_tokens.weight"}
+    task.export(state, tmp_path / "student")
+    written = load_file(tmp_path / "student" / "model.safetensors")
+    assert [name for name in written if "layers" not in name] == ["model.embed_tokens.weight", "model.norm.weight"]
+
+
 def test_features_of_blocks_that_return_tuples(task_of, tmp_path):
     """Falcon's, GPT-Neo's, Bloom's and MPT's do."""
     values = {"hidden_size": 32, "num_layers": 4, "num_heads": 4, "attention_types": [[["global"], 4]]}
