@@ -21,7 +21,7 @@ from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader, find_damage
 from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.checkpoint.saving import Checkpoints
-from distiller.checkpoint.schedule import is_due, is_time
+from distiller.checkpoint.schedule import is_due, is_time, most_at_once
 from distiller.checkpoint.snapshot import Snapshot
 from distiller.config.recipe import Checkpoint
 from distiller.errors import AgreedError, UserError
@@ -323,6 +323,19 @@ def snapshot_progress(state: ToyState, files: dict) -> object:
 def test_when_a_checkpoint_is_due(settings, step, elapsed_s, due):
     checkpoint = Checkpoint(**settings)
     assert is_due(checkpoint, step, 10, is_time(checkpoint, elapsed_s)) is due
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        ({"keep": 3}, 4),
+        ({"keep": 3, "every_steps": 5}, 4),
+        ({"keep": 3, "every_minutes": None}, 1),
+        ({"keep": 3, "every_minutes": None, "at_end": False}, 0),
+    ],
+)
+def test_how_many_checkpoints_are_there_at_once(settings, count):
+    assert most_at_once(Checkpoint(**settings)) == count
 
 
 def test_the_buffers_size_is_what_the_allocator_gives():
