@@ -89,3 +89,16 @@ def test_discarded_steps_are_in_no_window():
     assert times["teacher"] == 0
     assert 0 < times["student"] <= times["step"]
     assert timer.timed()[0] == 1
+
+
+def test_discarded_events_of_a_gpu_are_in_no_window(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer = StepTimer(torch.device("cuda"))
+    for _ in range(2):
+        with timer.part("student"):
+            pass
+        timer.discard()
+    with timer.part("student"):
+        pass
+    timer.end_step()
+    assert timer.read()["student"] == 1000.0
