@@ -264,43 +264,39 @@ def _positions(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _shallower(options: ClassificationStudent, files: ClassifierFiles) -> PretrainedConfig:
     """The teacher's config with fewer layers. Raises UserError where the options do not fit it."""
-    values = files.config.to_dict()
+    values, kind = files.config.to_dict(), type(files.config).__name__
+    stages, layers = values.get("depths"), values.get("num_hidden_layers")
+    if stages is None and layers is None:
+        # CLIP's holds the config of its vision model inside, MobileNet's says nothing of layers.
+        raise UserError(f"student: the teacher's {kind} has neither depths nor num_hidden_layers; give student.config")
     if options.depths is not None:
-        layers = values.get("depths")
-        if not isinstance(layers, list | tuple) or len(layers) != len(options.depths):
-            found = (
-                f"{len(layers)} stages" if isinstance(layers, list | tuple) else "no stages; give student.num_layers"
-            )
+        if stages is None or len(stages) != len(options.depths):
+            found = "no stages; give student.num_layers" if stages is None else f"{len(stages)} stages"
             raise UserError(f"student.depths has {len(options.depths)} numbers and the teacher {found}")
-        for wanted, available in zip(options.depths, layers, strict=True):
-            if wanted > available:
-                raise UserError(
-                    f"student.depths is {list(options.depths)} and the teacher's layers {list(layers)}; lower it"
-                )
-        values["depths"] = list(options.depths)
+        if any(wanted > available for wanted, available in zip(options.depths, stages, strict=True)):
+            raise UserError(
+                f"student.depths is {list(options.depths)} and the teacher's layers {list(stages)}; lower it"
+            )
+        cut = {"depths": list(options.depths)}
     else:
-        layers = values.get("num_hidden_layers")
-        if not isinstance(layers, int) or "depths" in values:
-            if "vision_config" in values:
-                raise UserError(
-                    f"student.num_layers: a {type(files.config).__name__} holds the config of its vision model inside; "
-                    "give student.config"
-                )
+        if layers is None or stages is not None:
             raise UserError("student.num_layers: the teacher's layers are in stages; give student.depths")
         if (wanted := options.num_layers or 0) > layers:
             raise UserError(f"student.num_layers is {wanted} and the teacher has only {layers}; lower it")
-        values["num_hidden_layers"] = wanted
+        cut = {"num_hidden_layers": wanted}
     # Of the teacher's depth; backbones alone use them.
     for key in ("stage_names", "out_features", "out_indices"):
         values.pop(key, None)
     try:
-        return AutoConfig.for_model(**values)
+        config = AutoConfig.for_model(**values | cut)
     except Exception as error:
         # Each config class raises errors of its own types for values that contradict each other.
         reason = " ".join(str(error).split())
-        raise UserError(
-            f"student: a {type(files.config).__name__} cannot be cut so ({reason}); give student.config"
-        ) from error
+        raise UserError(f"student: a {kind} cannot be cut so ({reason}); give student.config") from error
+    if not cut.items() <= config.to_dict().items():
+        # EfficientNet's is computed from other values.
+        raise UserError(f"student: the teacher's {kind} does not take other {next(iter(cut))}; give student.config")
+    return config
 
 
 def _stages(structure: Structure) -> dict[str, list[str]]:

@@ -24,7 +24,9 @@ from transformers import (
     AutoModelForImageClassification,
     CLIPConfig,
     Dinov2Config,
+    EfficientNetConfig,
     LevitConfig,
+    MobileNetV2Config,
     PoolFormerConfig,
 )
 
@@ -704,6 +706,23 @@ class TestRefusals:
         data = make_data(kind)
         data["student"] = way
         with pytest.raises(UserError, match=words):
+            parse_task(data)
+
+    @pytest.mark.parametrize("way", [{"num_layers": 2}, {"depths": [1]}])
+    def test_a_config_without_a_number_of_layers_is_not_cut(self, make_data, tmp_path, way):
+        config = MobileNetV2Config(image_size=32, depth_multiplier=0.25, **classifiers.NAMES)
+        data = make_data(teacher={"path": str(classifiers.save_classifier(tmp_path / "mobilenet", config))})
+        data["student"] = way
+        with pytest.raises(UserError, match=r"has neither depths nor num_hidden_layers; give student\.config"):
+            parse_task(data)
+
+    def test_a_config_that_computes_its_number_of_layers_is_not_cut(self, make_data, tmp_path):
+        """EfficientNet's takes any number, and goes on with its own."""
+        sizes = {"width_coefficient": 0.1, "depth_coefficient": 0.5, "hidden_dim": 128, "image_size": 32}
+        teacher = classifiers.save_classifier(tmp_path / "teacher", EfficientNetConfig(**sizes, **classifiers.NAMES))
+        data = make_data(teacher={"path": str(teacher)})
+        data["student"] = {"num_layers": 4}
+        with pytest.raises(UserError, match=r"does not take other num_hidden_layers; give student\.config"):
             parse_task(data)
 
     def test_a_config_that_lists_its_stages_is_cut(self, make_data, tmp_path):
