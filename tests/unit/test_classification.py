@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -405,6 +406,21 @@ class TestRuns:
         commands.sample(folder, [], [str(picture)], 0, folder / "mine.png")
         with pytest.raises(UserError, match="picture files"):
             commands.sample(folder, [], ["a cat"], 0, folder / "mine.png")
+
+    def test_commands_end_the_threads_of_their_teacher(self, make_data):
+        data, disk = make_data(train={"max_steps": 1}), ["teacher.placement=disk"]
+        folder, before = run(data), set(threading.enumerate())
+        commands.evaluate(folder, disk)
+        assert set(threading.enumerate()) <= before
+        commands.sample(folder, disk, [str(Path(data["data"]["path"]) / "cat" / "000.png")], 0, folder / "mine.png")
+        assert set(threading.enumerate()) <= before
+
+    @pytest.mark.parametrize("is_last", [False, True])
+    def test_pixels_have_the_memory_format_that_is_asked_for(self, make_data, is_last):
+        task: Any = parse_task(make_data(task={"channels_last": is_last}))
+        batch, cpu = task.example(2), torch.device("cpu")
+        for pixels in (task.to_device(batch, cpu).pixels, task._placing(cpu)(batch.pixels)):
+            assert pixels.is_contiguous(memory_format=torch.channels_last) == is_last
 
     def test_a_student_with_group_norm_is_loaded_as_such_or_refused(self, make_data):
         data = make_data()
