@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -421,21 +422,23 @@ def test_video_latents_from_disk(make_recipe, tmp_path):
 
 
 def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
-    folder = run(make_recipe(num_experts=2))
+    folder, threads = run(make_recipe(num_experts=2)), set(threading.enumerate())
     commands.evaluate(folder, ["evaluation.num_samples=4", "sampling.guidance_scale=4", "sampling.guidance_scale_2=2"])
-    commands.evaluate(folder, ["evaluation.num_samples=4"])
+    commands.evaluate(folder, ["evaluation.num_samples=4", "teacher.placement=disk"])
     assert "final_latent_mse" in capsys.readouterr().out
     evaluation = json.loads((folder / "summary.json").read_text())["evaluation"]
     assert evaluation["num_samples"] == 4
     assert evaluation["velocity_mse_last_step"] > 0
     pictures = []
-    for overrides in ([], ["sampling.num_inference_steps=1"], ["teacher.placement=cpu"]):
+    for overrides in ([], ["sampling.num_inference_steps=1"], ["teacher.placement=disk"]):
         commands.sample(folder, overrides, ["a red cat", "a bird"], 0, folder / "two.png")
         with Image.open(folder / "two.png") as picture:
             assert picture.size[0] > 300
             pictures.append(np.asarray(picture))
     assert np.array_equal(pictures[0], pictures[2])
     assert not np.array_equal(pictures[0], pictures[1])
+    # The teacher reads its files in threads of its own.
+    assert set(threading.enumerate()) <= threads
 
 
 def test_the_error_of_an_int8_teacher_is_on_record(make_recipe, capsys, fresh):
