@@ -6,6 +6,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from distiller.data.latents import LatentStore
 from distiller.diffusion.rollout import RolloutPlan
 from distiller.errors import RunError, UserError
 from distiller.tasks import open_task
+from distiller.tasks.labelled_grid import labelled_grid
 from distiller.teachers.base import Teacher
 from distiller.teachers.factory import open_teacher
 from tests import toys
@@ -419,6 +421,23 @@ def test_video_latents_from_disk(make_recipe, tmp_path):
     folder = run(make_recipe(task=task, data={"kind": "latents", "path": str(latents)}))
     metrics = toys.read_metrics(folder)
     assert metrics[0]["perf/tokens_per_s"] == pytest.approx(8 * metrics[0]["perf/samples_per_s"])
+
+
+@pytest.mark.parametrize(("kind", "name"), [("prompts", "teacher"), ("latents", "data")])
+def test_samples_say_where_latents_are_from_that_no_teacher_drew_for_them(make_recipe, tmp_path, kind, name):
+    """The names of the rows are at the left of the pictures, 80 pixels wide."""
+    if kind == "prompts":
+        sections: dict[str, Any] = {"task": {"targets": "stored"}}
+    else:
+        (tmp_path / "latents").mkdir()
+        write_latents(tmp_path / "latents")
+        losses = {"prediction": {"weight": 0.0}, "true_data": {"weight": 1.0}}
+        sections = {"task": {"losses": losses}, "data": {"kind": "latents", "path": str(tmp_path / "latents")}}
+    folder = run(make_recipe(train={"max_steps": 1}, **sections))
+    square = [np.zeros((32, 32, 3), np.uint8)]
+    with Image.open(folder / "samples.png") as picture:
+        names = np.asarray(picture)[:, :80]
+    assert np.array_equal(names, np.asarray(labelled_grid({name: square, "student": square}, [""]))[:, :80])
 
 
 def test_evaluate_and_sample_read_what_train_left(make_recipe, capsys):
