@@ -44,6 +44,7 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         (
             *("losses", "reference_diffusion*", "guidance", "repeated_prompts", "long_texts", "short_text"),
             *("picture_families", "picture_training", "pipeline_defaults", "wan_*", "training", "interrupted_stages"),
+            *("traced_update", "reference_keys"),
         ),
     ),
     "keys": (
