@@ -36,7 +36,7 @@ class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1.
 
     Attributes:
-        used_up_at_once: whether a GPU's memory was used up in the first update of the session.
+        used_up_at_once: whether a GPU's memory was used up in the first two updates of the session.
     """
 
     def __init__(self, message: str, *, used_up_at_once: bool = False) -> None:

@@ -45,8 +45,8 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, ex
     """Trains, exports the student, draws samples and writes summary.json, which marks the run as finished.
 
     StoppedError when a signal asks: in the loop with a checkpoint, elsewhere at once, since stages keep what is done.
-    Where `teacher.placement: auto` chose a placement with which the first update takes more memory than a GPU has, all
-    ranks' processes are started again without it, if there is another.
+    Where `teacher.placement: auto` chose a placement with which an update takes more memory than a GPU has, all ranks'
+    processes are started again without it, if there is another.
 
     Args:
         excluded: placements that `auto` does not choose.

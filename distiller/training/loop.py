@@ -52,7 +52,8 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
                 raise
             kind = AgreedError if isinstance(error, AgreedError) else RunError
             text = explain(str(reason), run, observers.place, queue.num_bytes)
-            raise kind(text, used_up_at_once=observers.step == run.first_step) from error
+            # The optimizer's moments, which the first update makes, are there in the second one's passes.
+            raise kind(text, used_up_at_once=observers.step <= run.first_step + 1) from error
         except StoppedError:
             queue.close()
             raise

@@ -1,4 +1,4 @@
-"""Runs whose memory is used up in the first update: all ranks start again with another placement."""
+"""Runs whose memory is used up in the second update: all ranks start again with another placement."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def restarts(result: Result) -> list[str]:
 
 
 def test_one_rank_fails_while_the_other_waits_for_it_in_a_collective(toy):
-    """Rank 1 fails after its answer; rank 0 waits for its gradients."""
+    """Rank 1 fails where the teacher answers; rank 0 waits for its gradients."""
     result = train(toy, "cpu_2proc", "1", "replicated", "once")
     assert result.code == 0, result.stderr
     (line,) = restarts(result)
     assert line == (
-        "teacher.placement auto: replicated takes more memory than was predicted (out of GPU memory in update 1, "
+        "teacher.placement auto: replicated takes more memory than was predicted (out of GPU memory in update 2, "
         "teacher); the run starts again with another placement: balanced or cpu or streamed or disk"
     )
     assert json.loads((toy / "once" / "summary.json").read_text())["placement"] == "balanced"
@@ -70,7 +70,7 @@ def test_where_nothing_smaller_is_left_the_run_ends(toy):
     result = train(toy, "cpu", "0", "replicated,balanced,cpu", "none")
     assert result.code == 1
     assert result.stderr.count("the run starts again") == 2
-    assert "distiller: out of GPU memory in update 1" in result.stderr
+    assert "distiller: out of GPU memory in update 2" in result.stderr
 
 
 @pytest.mark.slow
