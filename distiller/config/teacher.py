@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from pydantic import Field, create_model, model_validator
 from pydantic.fields import FieldInfo
 
-from distiller.config.placements import PLACEMENTS
+from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.placements.cached import CachedOptions
 from distiller.config.placements.keys import (
     in_words,
@@ -32,7 +32,8 @@ class TeacherKeys(Section):
     revision: Location | None = Field(default=None, description="of a hub id: branch, tag or commit")
     subfolder: Location | None = Field(default=None, description="where in the folder or repository the pipeline lies")
     placement: str = Field(
-        default="replicated", description="where it lives; docs/MODEL_LOADING_STRATEGIES.md compares the places"
+        default=AUTO,
+        description="where it lives; auto = the fastest place that fits; docs/MODEL_LOADING_STRATEGIES.md compares",
     )
     dtype: DType = Field(default="auto", description="auto = bfloat16 on a GPU that has it, float32 otherwise")
     quantization: Quantization = Field(default="none", description="of linear layers' weights, in every placement but")

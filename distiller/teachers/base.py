@@ -159,6 +159,7 @@ class Setup:
         excluded: placements that `auto` does not choose.
         alternatives: the placements that a refusal may propose; None = all.
         stages_dir: where quantised weights are kept that are read again for every update; None where none are.
+        notices: lines on what was chosen, which are printed when the teacher is loaded.
         gpu_bytes: placement -> bytes that it would take on a GPU, of those that may run here, fastest first; empty
             until the placement is resolved.
     """
@@ -177,6 +178,7 @@ class Setup:
     excluded: tuple[str, ...] = ()
     alternatives: tuple[str, ...] | None = None
     gpu_bytes: Mapping[str, int] = field(default_factory=dict)
+    notices: tuple[str, ...] = ()
 
 
 class Teacher(ABC):

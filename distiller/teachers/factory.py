@@ -22,9 +22,10 @@ from distiller.teachers.rules import check_placement, may_run, why_not_compiled
 def resolve_placement(network: Network, setup: Setup) -> Setup:
     """The setup with `auto` replaced by a placement, and checked against ranks, engine and free memory.
 
-    Communicates; reads no weights; rank 0 prints what `auto` chose. Raises UserError, which names the placements that
-    would fit.
+    Communicates; reads no weights; what `auto` chose is in the setup's notices. Raises UserError, which names the
+    placements that would fit.
     """
+    notices = []
     options, ranks = setup.options, setup.ranks
     check_placement(options, ranks.world_size, setup.under_deepspeed)
     if options.placement != AUTO and PLACEMENTS[options.placement].uses_device_map:
@@ -46,8 +47,7 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
 
     if options.placement == AUTO:
         name, reason = choose(needs["replicated"], auto_budget, fits, setup)
-        if ranks.is_main:
-            print(f"teacher.placement auto: {name} ({reason})")
+        notices.append(f"teacher.placement auto: {name} ({reason})")
         options = options.model_copy(update={"placement": name})
     if pack_devices is not None and PLACEMENTS[options.placement].uses_device_map:
         packing = pack_devices(options.placement, ACTIVATION_SHARE)
@@ -58,15 +58,21 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     mode = "none" if why_not_compiled(options, setup.under_deepspeed) else setup.compile_mode
     if options.compile == "auto" and mode != "none" and _loops_over_positions(network, setup):
         mode = "none"
-    if options.compile == "auto" and mode != "none" and ranks.is_main:
-        print(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
+    if options.compile == "auto" and mode != "none":
+        notices.append(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
     affordable = [name for name in by_speed(budget, setup.step_ms) if name in needs and needs[name].host <= budget.host]
     gpu_bytes = {name: needs[name].gpu for name in affordable}
-    return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes)
+    return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes, notices=tuple(notices))
 
 
 def load_teacher(network: Network, setup: Setup) -> Teacher:
-    """Loads the teacher under the placement of `setup`, which `resolve_placement` returned. Communicates."""
+    """Loads the teacher under the placement of `setup`, which `resolve_placement` returned. Communicates.
+
+    Rank 0 prints the setup's notices before: what is refused until then says nothing else.
+    """
+    if setup.ranks.is_main:
+        for notice in setup.notices:
+            print(notice)
     return PLACEMENTS[setup.options.placement].import_class()(network, setup)
 
 
