@@ -6,7 +6,7 @@
 Each combination is a run of 16 updates through its launch file, with random weights, in a process of its own. It is
 appended to the results file as soon as it ends, and a second call continues after what is there. `--gpu-memory` of a
 combination makes the GPU smaller: this process holds the rest while the run lasts. While one run computes, the process
-of the next imports its libraries; it does not touch the GPU before its turn.
+of the next imports its libraries; it does not touch the GPU before its turn, and stands still while time is measured.
 
 "Predicted" is what the planner says today, from descriptions alone and the rates that were measured there at the start.
 Memory is the peak of allocated bytes; time that of the last 8 updates. A row of `auto` shows what it chose, and its
@@ -20,17 +20,20 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 import torch
 from shapes import write_recipe, write_weights
 
@@ -49,6 +52,8 @@ from distiller.storage.saved_model import weights_may_be_missing
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150
+LOGGED = 3
+"""Lines of metrics of a run: after updates 1, 8 and 16."""
 PARTS = ("teacher", "student", "optimizer")
 
 
@@ -87,7 +92,7 @@ GROUPS: tuple[tuple[str, str, tuple[str, ...], int | None, tuple[str, ...]], ...
     ("llama-8b", "single_gpu", ("train.batch_size=1", CHECKPOINTED), 24, ("auto", "streamed")),
     ("wan-1.3b", "single_gpu", (), None, ("auto", "replicated", "streamed", "swap", "disk", "balanced")),
     ("wan-1.3b", "single_gpu", (CHECKPOINTED,), None, ("replicated", "streamed")),
-    ("wan-1.3b", "single_gpu", ("train.batch_size=1",), None, ("auto", "replicated", "streamed", "cpu")),
+    ("wan-1.3b", "single_gpu", ("train.batch_size=1",), None, ("auto", "replicated", "streamed")),
     ("wan-1.3b", "single_gpu", ("train.batch_size=8",), None, ("replicated",)),
     ("wan-1.3b", "single_gpu", COMPILED, None, ("replicated", "streamed")),
     ("wan-1.3b", "single_gpu", (*COMPILED, CHECKPOINTED), None, ("replicated",)),
@@ -141,17 +146,25 @@ class Process:
         with self._log_path.open("w") as log:
             self._process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
 
-    def run(self) -> None:
-        """Starts the run, and returns when its last update has been measured, or when it failed."""
+    def run(self, others: Sequence[Process]) -> None:
+        """Starts the run, and returns when its last update has been measured, or when it failed.
+
+        `others`: what stands still from the first update on.
+        """
         self._began = time.perf_counter()
         overrides = [*self.combination.overrides, f"teacher.placement={self.combination.placement}"]
         written = self._order.with_suffix(".tmp")
         written.write_text(json.dumps([str(self._recipe), f"output_dir={self._output_dir}", *overrides]))
         written.rename(self._order)
-        while self._process.poll() is None and not self._has_measured():
+        while self._process.poll() is None and (logged := self._num_logged()) < LOGGED:
+            if logged:
+                for other in others:
+                    other.send(signal.SIGSTOP)
             if time.perf_counter() > self._began + TIMEOUT_S:
                 self.stop()
             time.sleep(0.1)
+        for other in others:
+            other.send(signal.SIGCONT)
         self._seconds = time.perf_counter() - self._began
 
     def row(self) -> dict[str, Any]:
@@ -172,12 +185,19 @@ class Process:
 
     def stop(self) -> None:
         """Ends it, whatever it does."""
-        self._process.terminate()
+        self.send(signal.SIGTERM)
         self._process.wait()
 
-    def _has_measured(self) -> bool:
+    def send(self, number: signal.Signals) -> None:
+        """A signal to the launcher and its process, if they run."""
+        with suppress(psutil.NoSuchProcess):
+            launcher = psutil.Process(self._process.pid)
+            for process in (launcher, *launcher.children(recursive=True)):
+                process.send_signal(number)
+
+    def _num_logged(self) -> int:
         metrics = self._output_dir / "metrics.jsonl"
-        return metrics.exists() and metrics.read_text().count("\n") == 2
+        return metrics.read_text().count("\n") if metrics.exists() else 0
 
 
 def inside(order: Path) -> int:
@@ -242,7 +262,7 @@ def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> 
                 torch.cuda.empty_cache()
             waiting = Process(asked[number + 1], folder, number + 1) if number + 1 < len(asked) else None
             held = _hold_all_but(combination.free_gib)
-            process.run()
+            process.run([other for other in (waiting, ending) if other is not None])
             finish()
             ending = process
             if held is not None:
@@ -346,7 +366,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=Path("planner.jsonl"), help="read, and continued")
     parser.add_argument("--minutes", type=float, default=1e6, help="start no further run after so long")
     parser.add_argument("--model", action="append", help="only combinations of these; may be repeated")
-    parser.add_argument("--only", default="", help="only combinations whose line contains this")
+    parser.add_argument("--only", action="append", help="only combinations whose line has this; may be repeated")
     parser.add_argument("--without-table", action="store_true", help="measure alone: predictions take a while")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -355,7 +375,9 @@ def main() -> int:
     rows = [json.loads(line) for line in options.results.read_text().splitlines()] if options.results.exists() else []
     done = {_key(row) for row in rows if "error" not in row}
     asked = [one for one in combinations() if not options.model or one.model in options.model]
-    asked = [one for one in asked if options.only in one.title and _key(asdict(one)) not in done]
+    if options.only:
+        asked = [one for one in asked if any(part in one.title for part in options.only)]
+    asked = [one for one in asked if _key(asdict(one)) not in done]
     if options.minutes:
         measure_all(asked, options.results, options.minutes)
         if options.without_table:
