@@ -57,7 +57,7 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
         action="append",
         default=[],
         metavar="PLACEMENT",
-        help="teacher.placement auto does not choose this one; may be repeated",
+        help="do not let teacher.placement auto choose PLACEMENT; may be repeated",
     )
     train.add_argument("--config_file", metavar="FILE", help="with --check: the accelerate config file to validate")
     train.set_defaults(run=handlers["train"], by_all_ranks=True)

@@ -151,13 +151,18 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 def _train(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.config.loading import load
-    from distiller.config.placements import PLACEMENTS
+    from distiller.config.placements import AUTO, PLACEMENTS
 
     if options.resume and options.dry_run:
         raise UserError("argument --resume: not allowed with argument --dry-run; see distiller train --help")
     recipe = load(options.recipe, options.overrides)
     if unknown := set(options.auto_without) - set(PLACEMENTS):
         raise UserError(f"--auto-without {unknown.pop()} is no placement; choose one of {', '.join(PLACEMENTS)}")
+    if options.auto_without and recipe.teacher.placement != AUTO:
+        raise UserError(
+            f"--auto-without is for teacher.placement auto, and the recipe says {recipe.teacher.placement}; leave out "
+            "one of them"
+        )
     if options.config_file and not options.check:
         raise UserError("--config_file belongs to accelerate launch (before -m distiller), or to --check")
     with collections_paused():
@@ -169,7 +174,7 @@ def _train(options: argparse.Namespace, stops: StopSignals) -> None:
         return
     stops.listen()
     if options.dry_run:
-        commands.dry_run(recipe)
+        commands.dry_run(recipe, tuple(options.auto_without))
     else:
         commands.train(recipe, options.resume, stops, tuple(options.auto_without))
 

@@ -36,12 +36,12 @@ class RunError(RuntimeError):
     """The run was set up correctly and failed while running. One line; the command line exits with 1.
 
     Attributes:
-        used_up_at_once: whether a GPU's memory was used up in the first two updates of the session.
+        out_of_memory_at_start: whether a GPU's memory was used up in the first two updates of the session.
     """
 
-    def __init__(self, message: str, *, used_up_at_once: bool = False) -> None:
+    def __init__(self, message: str, *, out_of_memory_at_start: bool = False) -> None:
         super().__init__(message)
-        self.used_up_at_once = used_up_at_once
+        self.out_of_memory_at_start = out_of_memory_at_start
 
 
 class AgreedError(RunError):

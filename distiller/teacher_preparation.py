@@ -45,7 +45,7 @@ def place_teacher(session: Session[Any], excluded: tuple[str, ...] = ()) -> tupl
         setup = replace(
             setup,
             update_bytes=expected.update_bytes,
-            student_alone_bytes=expected.student_alone_bytes,
+            student_excess_bytes=expected.student_excess_bytes,
             step_ms=expected.step_ms,
         )
     if task.needs_live_teacher and recipe.teacher.placement != "cached":

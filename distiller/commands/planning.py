@@ -24,7 +24,7 @@ from distiller.planner.gpus import GIB
 from distiller.planner.kernel_times import FORWARD_SHARE
 from distiller.planner.machines import Machine, plan_machine
 from distiller.planner.plan import Plan, PlannedPlacement, make_plan
-from distiller.planner.rates import keep_rates, measure_rates, rates_file
+from distiller.planner.rates import keep_rates, measure_rates
 from distiller.storage.saved_model import weights_may_be_missing
 from distiller.tasks.interfaces import Plannable, default_recipe
 
@@ -74,7 +74,8 @@ def _measure(*, is_described: bool) -> None:
             "--measure takes 2 GiB of the GPU, which are not free; try when no other program runs"
         ) from error
     except OSError as error:
-        raise UserError(f"--measure keeps rates in {rates_file()}: {error.strerror}; set XDG_CACHE_HOME") from error
+        text = f"--measure keeps rates in the user's cache folder: {error.strerror}; set XDG_CACHE_HOME to another one"
+        raise UserError(text) from error
     print(
         f"measured, and kept in {file}: {FORWARD_SHARE * rates.short_flops / 1e12:.0f} TFLOP/s in 16 bits and "
         f"{FORWARD_SHARE * rates.float32_flops / 1e12:.0f} in 32, {FORWARD_SHARE * rates.bandwidth / 1e9:,.0f} GB/s of "

@@ -99,29 +99,28 @@ def _run_loop(run: Run, stops: StopSignals, excluded: tuple[str, ...]) -> Outcom
             return run_loop(run, stops)
         except Exception as error:
             if watch is not None:
-                watch.look()
-                # Its thread must not use what a restart closes.
+                watch.restart_if_asked()
                 watch.close()
-                if isinstance(error, RunError) and error.used_up_at_once and can_restart():
+                # A restart would forget the signal.
+                if isinstance(error, RunError) and can_restart() and not stops.requested:
                     _try_another_placement(run, excluded, error)
             raise
 
 
 def _try_another_placement(run: Run, excluded: tuple[str, ...], error: RunError) -> None:
-    """Starts all ranks' processes again where `auto` has another placement to choose; returns where it has none."""
-    excluded = (*excluded, run.placement)
-    gpu_bytes = run.planned_memory.teacher
-    left = [name for name in gpu_bytes if PLACEMENTS[name].is_auto_candidate and name not in excluded]
+    """Starts all ranks again if memory was used up at the start and `auto` has another placement to choose."""
+    gpu_bytes, failed = run.planned_memory.teacher, run.placement
+    others = [name for name in gpu_bytes if PLACEMENTS[name].is_auto_candidate and name not in (*excluded, failed)]
     # The choice goes by time; what takes as much memory as the one that failed would fail too.
-    smaller = [name for name in left if gpu_bytes[name] < gpu_bytes.get(run.placement, math.inf)]
-    if not smaller:
+    smaller = [name for name in others if gpu_bytes[name] < gpu_bytes.get(failed, math.inf)]
+    if not error.out_of_memory_at_start or not smaller or failed in excluded:
         return
-    excluded = (*excluded, *(name for name in left if name not in smaller))
+    newly_excluded = [failed, *(name for name in others if name not in smaller)]
     run.tracker.close_bar()
     what = str(error).partition(";")[0]
     restart_all(
-        ["--resume", *(f"--auto-without={name}" for name in excluded)],
-        f"teacher.placement auto: {run.placement} takes more memory than was predicted ({what}); the run starts again "
+        ["--resume", *(f"--auto-without={name}" for name in newly_excluded)],
+        f"teacher.placement auto: {failed} takes more memory than was predicted ({what}); the run starts again "
         f"with another placement: {' or '.join(smaller)}",
     )
 
@@ -131,8 +130,11 @@ def start_trackers(run: Run) -> None:
     run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
 
 
-def dry_run(recipe: Recipe) -> None:
-    """Builds everything, trains a few updates on as many samples, and prints what the whole run would take."""
+def dry_run(recipe: Recipe, excluded: tuple[str, ...] = ()) -> None:
+    """Builds everything, trains a few updates on as many samples, and prints what the whole run would take.
+
+    `excluded`: placements that `auto` does not choose.
+    """
     task = check_run(recipe, world_size(), is_deepspeed_launch())
     folder = Path(f"{recipe.output_dir}.dry-run")
     if is_main_process():
@@ -140,7 +142,7 @@ def dry_run(recipe: Recipe) -> None:
     shortened = _shortened(recipe, folder)
     whole = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, world_size()), world_size())
     steps = last_step_of(recipe, whole)
-    run = build(shortened, planned_updates=steps)
+    run = build(shortened, planned_updates=steps, excluded=excluded)
     assert isinstance(run, Run)
     metrics = run_loop(run).metrics
     if run.ranks.is_main:

@@ -24,14 +24,14 @@ class Account:
         head: of the teacher's layers that every rank holds.
         update: the most that an update takes beside `head`, the teacher's weights, and the part of `state` that is
             always there.
-        student_alone: of `update`, what the student takes more than the teacher when it answers. A teacher with weights
-            that are on the GPU only while it answers has them there.
+        student_excess: how much more of `update` the student's passes take than the teacher's answer. Weights that are
+            on the GPU only while the teacher answers take no more memory up to that.
     """
 
     state: StudentState
     head: int
     update: int
-    student_alone: int
+    student_excess: int
 
     @property
     def beside_teacher(self) -> int:
@@ -44,7 +44,7 @@ class Account:
         Args:
             leaves_gpu: whether they are there only while the teacher answers.
         """
-        return self.beside_teacher + max(teacher_bytes - (self.student_alone if leaves_gpu else 0), 0)
+        return self.beside_teacher + max(teacher_bytes - (self.student_excess if leaves_gpu else 0), 0)
 
 
 def make_account(

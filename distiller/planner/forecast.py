@@ -26,12 +26,12 @@ class Forecast:
     Attributes:
         update_bytes: the most that an update takes of a GPU beside the teacher's weights and the student's state with
             its gradients.
-        student_alone_bytes: of them, what the student takes more than the teacher when it answers.
+        student_excess_bytes: how much more of `update_bytes` the student's passes take than the teacher's answer.
         step_ms: placement -> time of an update; empty where the rates of this kind of GPU are not known.
     """
 
     update_bytes: int
-    student_alone_bytes: int = 0
+    student_excess_bytes: int = 0
     step_ms: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -60,4 +60,4 @@ def forecast(
         timed = (spec for spec in PLACEMENTS.values() if spec.time is not None and spec.speed is not None)
         step_ms = {spec.name: run.step_time(spec).ms for spec in timed}
     account = run.account
-    return Forecast(max(account.update + WORKSPACE - run.state.gradients, 0), account.student_alone, step_ms)
+    return Forecast(max(account.update + WORKSPACE - run.state.gradients, 0), account.student_excess, step_ms)

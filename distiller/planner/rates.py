@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -20,9 +21,9 @@ from distiller.planner.gpus import Gpu, known_gpu
 from distiller.planner.kernel_times import FORWARD_SHARE
 from distiller.storage.durable_writes import write_durably
 
-SIDE = 8192
+MATRIX_SIZE = 8192
 """Rows and columns of the matrices that are multiplied."""
-COPIED = 2**29
+COPIED_BYTES = 2**29
 """Bytes that are copied."""
 REPEATS = 10
 
@@ -47,8 +48,16 @@ class Rates:
 
 
 def rates_file() -> Path:
-    """Where rates are kept: `distiller/rates.json` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "distiller" / "rates.json"
+    """Where rates are kept: `distiller/rates.json` in the user's cache folder (`XDG_CACHE_HOME`, else `~/.cache`).
+
+    Raises OSError for a user without a home folder.
+    """
+    if folder := os.environ.get("XDG_CACHE_HOME"):
+        return Path(folder) / "distiller" / "rates.json"
+    try:
+        return Path.home() / ".cache" / "distiller" / "rates.json"
+    except RuntimeError as error:
+        raise FileNotFoundError(errno.ENOENT, "the user has no home folder") from error
 
 
 def read_rates(gpu_name: str) -> Rates | None:
@@ -120,27 +129,27 @@ def _product_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP a second of a matrix product; in float32 without TF32, as the run's precision is."""
     if dtype is torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
         dtype = torch.float16
-    left, right = (torch.randn(SIDE, SIDE, device=device, dtype=dtype) for _ in range(2))
+    left, right = (torch.randn(MATRIX_SIZE, MATRIX_SIZE, device=device, dtype=dtype) for _ in range(2))
     result = torch.empty_like(left)
     allowed, torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32, False
     try:
         seconds = _fastest(device, lambda: torch.mm(left, right, out=result))
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
-    return 2 * SIDE**3 / seconds
+    return 2 * MATRIX_SIZE**3 / seconds
 
 
 def _memory_rate(device: torch.device) -> float:
     """Bytes read and written a second by an addition."""
-    given = torch.zeros(COPIED, dtype=torch.uint8, device=device).view(torch.float32)
+    given = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=device).view(torch.float32)
     result = torch.empty_like(given)
-    return 2 * COPIED / _fastest(device, lambda: torch.add(given, 1.0, out=result))
+    return 2 * COPIED_BYTES / _fastest(device, lambda: torch.add(given, 1.0, out=result))
 
 
 def _host_rate(device: torch.device) -> float:
-    given = torch.empty(COPIED, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    result = torch.empty(COPIED, dtype=torch.uint8, device=device)
-    return COPIED / _fastest(device, lambda: result.copy_(given, non_blocking=True))
+    given = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    result = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
+    return COPIED_BYTES / _fastest(device, lambda: result.copy_(given, non_blocking=True))
 
 
 def launch_ms(device: torch.device) -> float:

@@ -152,7 +152,7 @@ class Setup:
         reserved_host_bytes: of host memory, for the offloaded state of the student of one rank.
         update_bytes: what an update takes of each rank's GPU beside `reserved_bytes` and the teacher's weights; None
             where that is not known, and `auto` keeps a share of the free memory instead.
-        student_alone_bytes: of them, what the student takes more than the teacher when it answers, without its weights.
+        student_excess_bytes: how much more of `update_bytes` the student's passes take than the teacher's answer.
         step_ms: placement -> predicted time of an update; empty where it is not known, and `auto` takes the order of
             what was measured.
         compile_mode: of `distiller.launch.block_compilation`, for the blocks; `none` = they run as they are.
@@ -171,7 +171,7 @@ class Setup:
     reserved_bytes: int = 0
     reserved_host_bytes: int = 0
     update_bytes: int | None = None
-    student_alone_bytes: int = 0
+    student_excess_bytes: int = 0
     step_ms: Mapping[str, float] = field(default_factory=dict)
     compile_mode: str = "none"
     stages_dir: Path | StageFolders | None = None

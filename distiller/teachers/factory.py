@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from distiller.config.placements import AUTO, PLACEMENTS
+from distiller.config.placements.base import Footprint
 from distiller.config.recipe import Recipe
 from distiller.config.teacher import Teacher as TeacherOptions
 from distiller.distributed.ranks import Ranks
@@ -31,18 +32,21 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     if options.placement != AUTO and PLACEMENTS[options.placement].uses_device_map:
         _check_given_map(network, setup)
     sizes, budget, auto_budget = measure(network, setup), memory_budget(setup), memory_budget(setup, AUTO_SHARE)
-    needs = footprints(sizes, setup, budget)
-    needs = {
-        name: footprint
-        for name, footprint in needs.items()
-        if may_run(options, name, ranks.world_size, setup.under_deepspeed)
-        and (setup.alternatives is None or name in setup.alternatives)
-    }
+
+    def needs_of(beside_update: bool) -> dict[str, Footprint]:
+        return {
+            name: footprint
+            for name, footprint in footprints(sizes, setup, budget, beside_update=beside_update).items()
+            if may_run(options, name, ranks.world_size, setup.under_deepspeed)
+            and (setup.alternatives is None or name in setup.alternatives)
+        }
+
+    needs, needs_beside_update = needs_of(False), needs_of(True)
     pack_devices = device_packing(network, setup) if budget.gpu is not None else None
 
     def fits(with_activations: bool) -> Iterator[str]:
         if with_activations:
-            return fitting(needs, auto_budget, options, pack_devices, 1 - AUTO_SHARE, setup.step_ms)
+            return fitting(needs_beside_update, auto_budget, options, pack_devices, 1 - AUTO_SHARE, setup.step_ms)
         return fitting(needs, budget, options, pack_devices, ACTIVATION_SHARE, setup.step_ms)
 
     if options.placement == AUTO:
@@ -61,7 +65,7 @@ def resolve_placement(network: Network, setup: Setup) -> Setup:
     if options.compile == "auto" and mode != "none":
         notices.append(f"teacher.compile auto: {mode} ({MIN_UPDATES} updates or more)")
     affordable = [name for name in by_speed(budget, setup.step_ms) if name in needs and needs[name].host <= budget.host]
-    gpu_bytes = {name: needs[name].gpu for name in affordable}
+    gpu_bytes = {name: needs_beside_update[name].gpu for name in affordable}
     return replace(setup, options=options, compile_mode=mode, gpu_bytes=gpu_bytes, notices=tuple(notices))
 
 

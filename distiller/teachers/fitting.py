@@ -157,9 +157,16 @@ def choose(
         f"{FILLED_SHARE if is_known else AUTO_SHARE:.0%} of what {where} has free"
     )
     fitting_names = (name for with_updates in (True, False) for name in fits(with_updates))
-    # If nothing fits, the caller's check refuses `replicated` and says so.
     candidates = (name for name in fitting_names if PLACEMENTS[name].is_auto_candidate and name not in setup.excluded)
+    # If nothing fits, the caller's check refuses `replicated` and says so.
     chosen = next(candidates, "replicated")
+    if chosen in setup.excluded:
+        raise UserError(
+            f"teacher.placement auto: no placement fits but those that --auto-without leaves out "
+            f"({', '.join(setup.excluded)}); name one, or lower what an update takes (train.batch_size)"
+        )
+    if setup.excluded:
+        reason = f"without {' and '.join(setup.excluded)}, which --auto-without leaves out; {reason}"
     order = by_speed(budget, setup.step_ms)
     if setup.step_ms and chosen in order:
         slower = [name for name in order[order.index(chosen) + 1 :] if PLACEMENTS[name].is_auto_candidate]

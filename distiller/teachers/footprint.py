@@ -53,10 +53,13 @@ def _sizes(modules: Sequence[Sequence[Unit]], dtype: torch.dtype) -> Sizes:
     )
 
 
-def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Footprint]:
-    """Placement -> bytes that it takes on this node with the recipe's options, beside what an update takes.
+def footprints(
+    sizes: Sizes, setup: Setup, budget: MemoryBudget, *, beside_update: bool = False
+) -> dict[str, Footprint]:
+    """Placement -> bytes that it takes on this node with the recipe's options.
 
     Placements whose specification has no `memory` are left out: their memory does not follow from sizes alone.
+    `beside_update`: only what it takes more than an update's own bytes.
     """
     num_gpus = 0 if budget.gpu is None else max(budget.num_gpus, 1)
     world = World(setup.ranks.world_size, budget.num_ranks, num_gpus)
@@ -64,9 +67,9 @@ def footprints(sizes: Sizes, setup: Setup, budget: MemoryBudget) -> dict[str, Fo
     for spec in PLACEMENTS.values():
         if spec.memory is not None:
             needs[spec.name] = spec.memory(sizes, spec.options.of(setup.options), world)
-            if spec.leaves_gpu and num_gpus:
-                beside_update = max(needs[spec.name].gpu - setup.student_alone_bytes, 0)
-                needs[spec.name] = replace(needs[spec.name], gpu=beside_update)
+            if beside_update and spec.leaves_gpu and num_gpus:
+                more = max(needs[spec.name].gpu - setup.student_excess_bytes, 0)
+                needs[spec.name] = replace(needs[spec.name], gpu=more)
     return needs
 
 

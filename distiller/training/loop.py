@@ -53,7 +53,7 @@ def train(run: Run, stops: StopSignals = NO_STOP_SIGNALS) -> Outcome:
             kind = AgreedError if isinstance(error, AgreedError) else RunError
             text = explain(str(reason), run, observers.place, queue.num_bytes)
             # The optimizer's moments, which the first update makes, are there in the second one's passes.
-            raise kind(text, used_up_at_once=observers.step <= run.first_step + 1) from error
+            raise kind(text, out_of_memory_at_start=observers.step <= run.first_step + 1) from error
         except StoppedError:
             queue.close()
             raise

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distiller.cli import main
 from tests import toys
 from tests.launch.launching import CONFIGS, Result, start
 
@@ -59,8 +60,9 @@ def test_the_student_is_that_of_a_run_which_nothing_disturbs(toy):
 
 
 @pytest.mark.slow
-def test_one_process(toy):
-    result = train(toy, "cpu", "0", "replicated", "one")
+def test_one_process_with_loader_processes(toy):
+    """Its children are there when it is replaced, and are ended by the new program."""
+    result = train(toy, "cpu", "0", "replicated", "one", "train.num_workers=2")
     assert result.code == 0, result.stderr
     assert json.loads((toy / "one" / "summary.json").read_text())["placement"] == "balanced"
 
@@ -78,3 +80,24 @@ def test_a_placement_that_the_recipe_names_is_kept(toy):
     result = train(toy, "cpu", "0", "replicated", "named", "teacher.placement=replicated")
     assert result.code == 1
     assert "starts again" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--auto-without=nowhere"], "--auto-without nowhere is no placement; choose one of replicated, "),
+        (
+            ["teacher.placement=disk", "--auto-without=cpu"],
+            "--auto-without is for teacher.placement auto, and the recipe says disk",
+        ),
+        (
+            [f"--auto-without={name}" for name in ("replicated", "balanced", "cpu", "streamed", "disk")],
+            "teacher.placement auto: no placement fits but those that --auto-without leaves out (replicated, ",
+        ),
+    ],
+)
+def test_placements_that_auto_may_not_choose(toy, options, said, capsys):
+    command = ["train", str(toy / "recipe.yaml"), f"output_dir={toy / 'refused'}", "teacher.placement=auto", *options]
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+    assert not (toy / "refused").exists()

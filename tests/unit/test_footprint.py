@@ -105,11 +105,14 @@ def test_what_does_not_fit_is_refused_with_what_does(name, free_gib, host_gib, f
 def test_weights_that_leave_the_gpu_lie_where_the_student_s_activations_come():
     node = Node(1, 40)
     for alone, beside in ((0, 28), (20, 8), (30, 0)):
-        setup = replace(node.setup, update_bytes=40 * GIB, student_alone_bytes=alone * GIB)
+        setup = replace(node.setup, update_bytes=40 * GIB, student_excess_bytes=alone * GIB)
         sizes = Sizes(28 * GIB, 28 * GIB, GIB, 0, 28)
-        needs = footprints(sizes, setup, MemoryBudget(40 * GIB, 100 * GIB, 1, 1))
+        budget = MemoryBudget(40 * GIB, 100 * GIB, 1, 1)
+        needs = footprints(sizes, setup, budget, beside_update=True)
         assert needs["swap"].gpu == beside * GIB
         assert needs["replicated"].gpu == 28 * GIB
+        # Where no memory is kept for updates, it needs room for all of its weights.
+        assert footprints(sizes, setup, budget)["swap"].gpu == 28 * GIB
 
 
 def test_what_an_update_takes_is_kept_free_in_place_of_a_share_of_the_memory():

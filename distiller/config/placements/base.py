@@ -207,7 +207,7 @@ class PlacementSpec(Generic[OptionsT]):
         why_not_prefetched: why it cannot be asked ahead of the student; empty where it can.
         prefetches_in_thread: whether the host waits or computes while it answers, so that another thread asks it ahead.
             It must exchange nothing between ranks after its first answer.
-        leaves_gpu: whether its weights are on a GPU only while it answers, so that the student's activations lie there.
+        leaves_gpu: whether its weights are on a GPU only while it answers; the student's passes use that memory.
         computes_elsewhere: whether other processes run the network, so that a thread that asks runs no code of it.
         why_not_compiled: why its blocks cannot be compiled; empty where they can.
         why_not_compiled_beside_deepspeed: the same where the student's engine is DeepSpeed.
