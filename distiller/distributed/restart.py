@@ -86,7 +86,10 @@ class RestartWatch:
     def __init__(self) -> None:
         """Watches from now on, where there are other ranks and the process may be replaced."""
         self._is_over = threading.Event()
-        self._store = _connect() if can_restart() else None
+        self._store = None
+        # Without a store that can be reached, a run that fails ends.
+        with suppress(RuntimeError):
+            self._store = _connect() if can_restart() else None
         self._thread = threading.Thread(target=self._watch, name="restart-watch", daemon=True)
         if self._store is not None:
             self._thread.start()
