@@ -95,7 +95,7 @@ def test_what_it_reads_and_every_default_are_accepted(placement, tmp_path):
 
 def test_the_message_shows_value_and_readers(tmp_path):
     with pytest.raises(UserError) as refused:
-        load(recipe_file(tmp_path), ["teacher.ring_blocks=5"])
+        load(recipe_file(tmp_path, placement="replicated"), ["teacher.ring_blocks=5"])
     assert str(refused.value) == (
         "'teacher.ring_blocks=5': teacher.ring_blocks is 5, which teacher.placement replicated does not read; leave it "
         "out, or choose a placement that does: streamed, disk or auto"
@@ -134,7 +134,7 @@ def test_commands_read_a_run_of_any_placement_and_move_its_teacher(tmp_path):
 
 
 def test_a_run_of_an_older_version_may_hold_unread_keys(tmp_path):
-    data = parse_yaml(dump(load(recipe_file(tmp_path))))
+    data = parse_yaml(dump(load(recipe_file(tmp_path, placement="replicated"))))
     data["teacher"] |= {"ring_blocks": 5, "rank": 1}
     run = make_run(tmp_path, dump_yaml(data))
     for command in ("evaluate", "sample", "export"):

@@ -152,7 +152,7 @@ def test_it_answers_and_trains_as_the_contract_says(tmp_path):
 def test_users_see_it_where_placements_are_listed(toy, capsys, monkeypatch):
     assert "| `toy` | whole, `toy_copies` times | none | yes | no | no | nothing |" in table()
     page = recipe_keys.page()
-    assert "`swap`, `cached`, `toy` | `replicated` |" in page
+    assert "`swap`, `cached`, `toy` | `auto` |" in page
     assert "| `toy_copies` | whole number > 0 | `1` | toy: of the weights on each rank, which take turns |" in page
     assert main(["train", "digits-wan", "teacher.placement=tou", "--check"]) == 2
     assert "'cached' or 'toy'" in capsys.readouterr().err
