@@ -29,7 +29,8 @@ import torch
 import torch.distributed as dist
 import yaml
 from diffusers import WanTransformer3DModel
-from step_time import MODELS, make_pipeline
+from shapes import WAN
+from step_time import make_pipeline
 from torch import nn
 
 from distiller.storage.packaged_files import ASSETS_DIR
@@ -148,7 +149,7 @@ def loop(folder: Path, options: argparse.Namespace) -> None:
 def main() -> None:
     """Measures both sides in turn and prints the medians and their ratio."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=["digits", *MODELS], default="wan-1.3b")
+    parser.add_argument("--model", choices=["digits", *WAN], default="wan-1.3b")
     parser.add_argument("--launch", default="single_gpu", help="a launch file by name: cpu, single_gpu, ddp")
     parser.add_argument("--compile", choices=["none", "default"], default="none", help="blocks of both models")
     parser.add_argument("--side", type=int, default=640, help="pixels; 640 is 1,600 tokens")

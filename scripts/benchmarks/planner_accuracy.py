@@ -36,6 +36,7 @@ from typing import Any
 import psutil
 import torch
 from shapes import write_recipe, write_weights
+from step_time import hold_all_but
 
 from distiller.build import build_task
 from distiller.config.loading import load
@@ -215,15 +216,6 @@ def inside(order: Path) -> int:
     return cli.main(["train", *json.loads(order.read_text())])
 
 
-def _hold_all_but(free_gib: float | None) -> torch.Tensor | None:
-    if free_gib is None:
-        return None
-    torch.cuda.empty_cache()
-    torch.empty(1, device="cuda")
-    free, _ = torch.cuda.mem_get_info()
-    return torch.empty(max(int(free - free_gib * GIB), 0), dtype=torch.uint8, device="cuda")
-
-
 def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> None:
     """Measures one after the other until time is up; each row is written when it is there.
 
@@ -261,7 +253,7 @@ def measure_all(asked: Sequence[Combination], results: Path, minutes: float) -> 
                 write_weights(model, folder / model)
                 torch.cuda.empty_cache()
             waiting = Process(asked[number + 1], folder, number + 1) if number + 1 < len(asked) else None
-            held = _hold_all_but(combination.free_gib)
+            held = None if combination.free_gib is None else hold_all_but(combination.free_gib)
             process.run([other for other in (waiting, ending) if other is not None])
             finish()
             ending = process

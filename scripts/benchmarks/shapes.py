@@ -85,7 +85,7 @@ def write_weights(model: str, folder: Path) -> int:
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         if model in WAN:
             copy_pipeline(folder / "teacher", with_weights=True)
-            module: Any = WanTransformer3DModel.from_config(_wan_config(model))
+            module: Any = WanTransformer3DModel.from_config(wan_config(model))
             target = folder / "teacher" / "transformer"
         elif model in LLAMA:
             module, target = AutoModelForCausalLM.from_config(_llama_config(model, 0)), folder / "teacher"
@@ -102,7 +102,8 @@ def copy_pipeline(folder: Path, *, with_weights: bool) -> None:
     shutil.copytree(ASSETS_DIR / "digits-wan", folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
 
 
-def _wan_config(model: str) -> dict[str, Any]:
+def wan_config(model: str) -> dict[str, Any]:
+    """The transformer's config.json."""
     config = json.loads((ASSETS_DIR / "digits-wan" / "transformer" / "config.json").read_text())
     return config | WAN[model] | {"rope_max_seq_len": 1024}
 
@@ -110,7 +111,7 @@ def _wan_config(model: str) -> dict[str, Any]:
 def _wan(model: str, folder: Path) -> dict[str, Any]:
     copy_pipeline(folder / "teacher", with_weights=False)
     (folder / "teacher" / "transformer").mkdir(exist_ok=True)
-    (folder / "teacher" / "transformer" / "config.json").write_text(json.dumps(_wan_config(model)))
+    (folder / "teacher" / "transformer" / "config.json").write_text(json.dumps(wan_config(model)))
     return {
         "task": {"kind": "diffusion", "height": 640, "width": 640, "num_frames": 1},
         "teacher": {"path": str(folder / "teacher")},

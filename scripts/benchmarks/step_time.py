@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -30,26 +29,18 @@ from typing import Any
 import torch
 import yaml
 from diffusers import WanTransformer3DModel
+from shapes import WAN, copy_pipeline, wan_config
 
-from distiller.storage.packaged_files import ASSETS_DIR
 from distiller.training.tracking import peak_flops
 
 ROOT = Path(__file__).parents[2]
-MODELS = {
-    # The published transformer/config.json of Wan 2.1 T2V, but for text_dim and the latents' channels.
-    "toy": {"num_attention_heads": 4, "attention_head_dim": 32, "ffn_dim": 256, "num_layers": 4},
-    "wan-1.3b": {"num_attention_heads": 12, "attention_head_dim": 128, "ffn_dim": 8960, "num_layers": 30},
-    "wan-14b": {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "num_layers": 40},
-}
 
 
 def make_pipeline(folder: Path, model: str) -> int:
     """Writes the pipeline with bfloat16 random weights made on the device; returns the number of parameters."""
-    shutil.copytree(ASSETS_DIR / "digits-wan", folder, ignore=shutil.ignore_patterns("transformer"))
-    config = json.loads((ASSETS_DIR / "digits-wan" / "transformer" / "config.json").read_text())
-    config = {key: value for key, value in config.items() if not key.startswith("_")}
+    copy_pipeline(folder, with_weights=True)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        transformer = WanTransformer3DModel.from_config(config | MODELS[model] | {"rope_max_seq_len": 1024})
+        transformer = WanTransformer3DModel.from_config(wan_config(model))
     transformer.to(torch.bfloat16).save_pretrained(folder / "transformer")
     return sum(parameter.numel() for parameter in transformer.parameters())
 
@@ -82,7 +73,7 @@ def measure(folder: Path, name: str, side: int, batch_size: int, step: int, opti
 def main() -> None:
     """Makes the pipeline, measures every launch file and prints the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, default="wan-1.3b")
+    parser.add_argument("--model", choices=WAN, default="wan-1.3b")
     parser.add_argument("--launch", action="append", help="launch files by name; default single_gpu")
     parser.add_argument("--side", type=int, default=640, help="pixels; 640 is 1,600 tokens")
     parser.add_argument("--batch-size", type=int, default=4)
