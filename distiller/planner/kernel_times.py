@@ -17,7 +17,7 @@ student's passes with their backward. Found from docs/performance.md, on one H20
 COMPILED_SHARE = 0.3
 """Of the bytes that operations other than products read and write, what is left once a compiler has merged them."""
 
-COMPILED_LAUNCH, OPTIMIZER_LAUNCH = 4.0, 1.5
+COMPILED_LAUNCH, OPTIMIZER_LAUNCH = 5.0, 1.5
 """How many operations' starts the host takes for a product with all that belongs to it in compiled blocks, and for each
 tensor of parameters when gradients are clipped and the optimizer steps."""
 

@@ -12,7 +12,7 @@ import torch
 from distiller.cli import main
 from distiller.planner.allocation_trace import Kernel
 from distiller.planner.gpus import GIB, GPUS
-from distiller.planner.kernel_times import kernels_ms
+from distiller.planner.kernel_times import COMPILED_LAUNCH, kernels_ms
 from distiller.planner.rates import Rates, gpu_here, keep_rates, launch_ms, rates_file, read_rates
 
 RATES = Rates(short_flops=9e14, float32_flops=6e13, bandwidth=4e12, host=5e10, launch_ms=0.04)
@@ -88,7 +88,7 @@ def test_a_slow_host_bounds_short_operations():
     kernels = {Kernel(0, 1000, torch.float32): 50, Kernel(1000, 1000, torch.bfloat16): 50}
     slow = replace(GPUS["H200"], launch_ms=0.05)
     assert kernels_ms(kernels, slow, is_compiled=False, share=1.0) == pytest.approx(100 * 0.05)
-    assert kernels_ms(kernels, slow, is_compiled=True, share=1.0) == pytest.approx(50 * 4 * 0.05)
+    assert kernels_ms(kernels, slow, is_compiled=True, share=1.0) == pytest.approx(50 * COMPILED_LAUNCH * 0.05)
 
 
 def test_starting_an_operation_takes_time_on_this_machine_too():

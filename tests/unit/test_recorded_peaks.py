@@ -84,7 +84,7 @@ def _write_wan(folder: Path, sizes: dict[str, int]) -> Path:
     return _write(
         folder,
         task={"kind": "diffusion", "height": 640, "width": 640, "num_frames": 1},
-        teacher={"path": str(folder / "pipeline"), "compile": "none"},
+        teacher={"path": str(folder / "pipeline"), "placement": "replicated", "compile": "none"},
         student={"num_layers": 10},
         data={"kind": "prompts", "path": "asset:digits-prompts.txt"},
         train={"batch_size": 4, "max_steps": 40, "mixed_precision": "bf16", "compile": "none"},
@@ -109,7 +109,7 @@ def _write_llama(folder: Path) -> Path:
     return _write(
         folder,
         task={"kind": "causal_lm"},
-        teacher={"path": str(folder / "teacher"), "compile": "none"},
+        teacher={"path": str(folder / "teacher"), "placement": "replicated", "compile": "none"},
         student={"config": str(folder / "student" / "config.json")},
         data={
             "kind": "jsonl",
