@@ -19,7 +19,6 @@ from distiller.cache.opening import check_same_cache, open_run_cache
 from distiller.cache.reading import CachedCollation, CachedData
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.resuming import compilation_notices, verify
-from distiller.config.placements import PLACEMENTS
 from distiller.config.quantization import ARITHMETIC
 from distiller.config.recipe import Recipe
 from distiller.data.loader_processes import choose_num_workers, open_loader
@@ -37,6 +36,7 @@ from distiller.run_folder.output_dir import (
     claim_output_dir,
     is_finished_by_files,
 )
+from distiller.run_overview import expectation_of, print_overview
 from distiller.session import (
     Session,
     check_same_data,
@@ -51,14 +51,13 @@ from distiller.session import (
 from distiller.student_preparation import Student, prepare_student
 from distiller.tasks import open_task
 from distiller.tasks.base import Task
-from distiller.tasks.interfaces import Cacheable, default_recipe, notices_of
+from distiller.tasks.interfaces import Cacheable, HoldsOut, Samplable, default_recipe, notices_of
 from distiller.tasks.micro_batch import LiveCollation, MicroBatch, RepeatedDraws
 from distiller.teacher_preparation import place_teacher
 from distiller.teachers.base import Setup, Teacher
 from distiller.teachers.factory import resolve_placement
 from distiller.teachers.quantization.error import QuantizationError
 from distiller.teachers.rules import check_placement, placement_notices
-from distiller.training.expectation import Expectation
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
 from distiller.training.tracking import Tracker
@@ -121,13 +120,7 @@ def build(
     student = prepare_student(session, identity, claim.steps_done)
     loader = _open_loader(session, stages, claim.steps_done)
     memory = PlannedMemory(setup.reserved_bytes - head_bytes, setup.gpu_bytes)
-    expectation = None
-    spec, teacher_bytes = PLACEMENTS.get(stages.placement), setup.gpu_bytes.get(stages.placement)
-    # Under the others rank 0 holds another part than the fullest GPU, or answers for all.
-    takes_the_same = spec is not None and spec.holder is None and not spec.uses_device_map
-    if setup.update_bytes is not None and teacher_bytes is not None and takes_the_same:
-        peak = setup.reserved_bytes + setup.update_bytes + teacher_bytes
-        expectation = Expectation(peak, setup.step_ms.get(stages.placement))
+    expectation = expectation_of(setup, stages.placement)
     compiles_blocks = {session.student_compile_mode, setup.compile_mode} != {"none"}
     run = _assemble(session, stages, student, loader, claim.steps_done, began, head_bytes, memory)
     return replace(run, expectation=expectation, compiles_blocks=compiles_blocks)
@@ -154,6 +147,7 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
             f"teacher.prefetch_steps is {recipe.teacher.prefetch_steps} and this run asks no teacher while it trains; "
             "set it to 0"
         )
+    check_evaluation(recipe, task)
     plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
     steps, last_step = recipe.profile.steps, last_step_of(recipe, plan)
     if steps is not None and steps[1] > last_step:
@@ -163,6 +157,28 @@ def check_run(recipe: Recipe, num_processes: int, under_deepspeed: bool) -> Task
         if tracker not in available:
             raise UserError(f"tracking.trackers names {tracker}, which is not installed; pip install {tracker}")
     return task
+
+
+def check_evaluation(recipe: Recipe, task: Task[Any, Any]) -> None:
+    """Raises UserError where the recipe asks for an evaluation while training that the task or its data lack."""
+    settings = recipe.evaluation
+    if settings.sample_every_steps is not None and not isinstance(task, Samplable):
+        raise UserError(f"evaluation.sample_every_steps: task.kind {recipe.task.kind} shows no samples; leave it out")
+    if settings.every_steps is None:
+        return
+    if not isinstance(task, HoldsOut):
+        raise UserError(f"evaluation.every_steps: task.kind {recipe.task.kind} holds no data out; leave it out")
+    if not task.num_held_out:
+        raise UserError(
+            f"evaluation.every_steps is {settings.every_steps} and data.held_out {recipe.data.held_out:g} holds "
+            "nothing out of the data; set it to 0.05, or give more data"
+        )
+    if task.needs_live_teacher and recipe.teacher.placement == "cached":
+        raise UserError(
+            f"evaluation.every_steps is {settings.every_steps}, which asks the teacher about held-out data, and "
+            "teacher.placement is cached, where only answers about the training data are; leave it out, and use "
+            "`distiller evaluate` afterwards"
+        )
 
 
 def _claim_folder(
@@ -212,7 +228,7 @@ def _claim_folder(
     print_notices(session, notices)
     if claim.resumed is not None:
         print_notices(session, compilation_notices(claim.resumed, identity))
-    _print_plan(session)
+    print_overview(session, setup, claim.steps_done)
     return claim, cached, identity
 
 
@@ -299,14 +315,4 @@ def _assemble(
         quantization_error=stages.quantization_error,
         replicated_head_bytes=head_bytes,
         planned_memory=memory,
-    )
-
-
-def _print_plan(session: Session[Any]) -> None:
-    plan, accelerator = session.plan, session.accelerator
-    accelerator.print(
-        f"{session.world.engine} on {accelerator.num_processes} x {accelerator.device.type}: {plan.samples_per_update} "
-        f"samples an update (batch {plan.batch_size} x accumulation {plan.accumulation_steps} x {plan.world_size} "
-        f"processes), {plan.num_samples} samples an epoch"
-        + (f", of which the last {plan.dropped_per_epoch} in its order are dropped" if plan.dropped_per_epoch else "")
     )

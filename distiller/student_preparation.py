@@ -11,6 +11,7 @@ from torch import nn
 
 from distiller.checkpoint.format import Identity
 from distiller.checkpoint.saving import Checkpoints
+from distiller.checkpoint.schedule import is_periodic
 from distiller.launch.block_compilation import MIN_UPDATES
 from distiller.run_folder.inputs import record_inputs
 from distiller.session import Session
@@ -62,6 +63,6 @@ def prepare_student(session: Session[Any], identity: Identity, steps_done: int) 
     checkpoints = Checkpoints(run_dir, ranks, recipe.checkpoint.keep, identity, state, average)
     ranks.broadcast_from_main(checkpoints.remove_stale)
     skipped_steps = checkpoints.load(steps_done) if steps_done else 0
-    if recipe.checkpoint.every_steps or recipe.checkpoint.every_minutes:
+    if is_periodic(recipe.checkpoint):
         checkpoints.reserve()
     return Student(module, num_parameters, optimizer, average, checkpoints, skipped_steps)

@@ -178,7 +178,10 @@ def train_cases(
     delays: bool = False,
     on_gpu: bool = False,
 ) -> dict[str, Any]:
-    """Loss series and student weights of each case, and for each accumulation, of the same global batch."""
+    """Loss series, student weights and losses on held-out samples, for each case and each accumulation.
+
+    The global batch is the same in all of them. `cached` measures nothing on held-out samples.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     from distiller.training.loop import train
@@ -207,7 +210,10 @@ def train_cases(
             teacher: Any = open_case(case, ToyNetwork(folder, 2), device=device, **keys)
             recipe = toy_recipe(run_dir, batch_size=batch_size // accumulation, max_steps=5)
             asked = recipe.teacher.model_copy(update={"prefetch_steps": prefetch_steps})
-            recipe = recipe.model_copy(update={"teacher": asked})
+            # Five held-out samples are never as many for each rank: some ranks' micro-batches do not count.
+            every = None if placement_of(case) == "cached" else 2
+            evaluation = recipe.evaluation.model_copy(update={"every_steps": every})
+            recipe = recipe.model_copy(update={"teacher": asked, "evaluation": evaluation})
             task, cache = (DelayedTask if delays and on_gpu else RowTask)(2), None
             if placement_of(case) == "cached":
                 cache = run_dir / "cache", fill_cache(run_dir / "cache", task, teacher.live, 4, torch.device(device))
@@ -219,8 +225,9 @@ def train_cases(
             train(run)
             weights = torch.cat([p.detach().flatten() for p in run.student.parameters()]).cpu().numpy()
             run.accelerator.wait_for_everyone()
-            losses = [line["loss"] for line in toys.read_metrics(run_dir)] if run.accelerator.is_main_process else []
-            results[f"{case} {accumulation}"] = losses, weights
+            lines = toys.read_metrics(run_dir) if run.accelerator.is_main_process else []
+            held_out = [line["eval/loss"] for line in lines if "eval/loss" in line]
+            results[f"{case} {accumulation}"] = [line["loss"] for line in lines], weights, held_out
             teacher.close()
         except Exception:
             results[f"{case} {accumulation}"] = traceback.format_exc()

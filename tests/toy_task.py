@@ -22,7 +22,7 @@ from distiller.data.order import RankSampler, UpdatePlan
 from distiller.distributed.ranks import Ranks
 from distiller.student_state.factory import open_state
 from distiller.tasks.base import LossSum
-from distiller.tasks.interfaces import CacheableWhole
+from distiller.tasks.interfaces import CacheableWhole, HoldsOut
 from distiller.tasks.micro_batch import LiveCollation
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher, TeacherMemory
@@ -71,16 +71,20 @@ class ToyStudent(TrainedStudent):
         return self.model(input)
 
 
-class ToyTask(CacheableWhole[Batch, Any]):
-    """What the two toy tasks share: 16 samples, a live teacher, nothing to export."""
+class ToyTask(CacheableWhole[Batch, Any], HoldsOut):
+    """What the two toy tasks share: 16 samples, five held out after them, a live teacher, nothing to export."""
 
     num_samples = 16
+    num_held_out = 5
     data_digest = "toy"
     needs_live_teacher = True
     _wanted = ("output",)
 
     def load_data(self, ranks: Ranks, teacher: Teacher | None) -> Sequences:
         return Sequences()
+
+    def held_out_sample(self, draw: int, index: int) -> tuple[int, Tensor]:
+        return Sequences()[draw, self.num_samples + index]
 
     def student_skeleton(self) -> TrainedStudent:
         return self.build_student().to("meta")

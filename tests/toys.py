@@ -132,9 +132,12 @@ def student_vector(run_dir: Path) -> torch.Tensor:
 
 
 def assert_same_run(run_dir: Path, reference_dir: Path, loss_tolerance: float = 2e-5, tolerance: float = 1e-5) -> None:
-    """The sameness promise: equal loss series, and equal students by the norm of all their weights."""
-    ours, theirs = ([line["loss"] for line in read_metrics(folder)] for folder in (run_dir, reference_dir))
-    assert len(ours) == len(theirs)
-    assert max(abs(a - b) for a, b in zip(ours, theirs, strict=True)) <= loss_tolerance
+    """The sameness promise: equal series of losses, also on held-out samples, and equal students by their norm."""
+    for name in ("loss", "eval/loss"):
+        ours, theirs = (
+            [line[name] for line in read_metrics(folder) if name in line] for folder in (run_dir, reference_dir)
+        )
+        assert len(ours) == len(theirs)
+        assert max((abs(a - b) for a, b in zip(ours, theirs, strict=True)), default=0.0) <= loss_tolerance
     ours, theirs = student_vector(run_dir), student_vector(reference_dir)
     assert ((ours - theirs).norm() / theirs.norm()).item() <= tolerance

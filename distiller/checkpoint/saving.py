@@ -9,6 +9,7 @@ from typing import final
 
 from torch import Tensor
 
+from distiller.checkpoint.best import Best
 from distiller.checkpoint.format import Identity, Progress, SessionTotals, StoredFile, StoredKind, steps_in
 from distiller.checkpoint.gathering import whole_on_main
 from distiller.checkpoint.reading import CheckpointReader
@@ -74,7 +75,14 @@ class Checkpoints:
         for partial in (*self._folder.glob(".*.partial"), *self._folder.glob(_OLDER_EXPORT_FOLDER)):
             remove_folder(partial)
 
-    def save(self, step: int, skipped_steps: int, wait: bool = False, spent: SessionTotals = _NO_TOTALS) -> None:
+    def save(
+        self,
+        step: int,
+        skipped_steps: int,
+        wait: bool = False,
+        spent: SessionTotals = _NO_TOTALS,
+        best: Best | None = None,
+    ) -> None:
         """Copies the state to host memory; threads write it. First waits for the save before, if it is still running.
 
         Every rank calls it. Communicates from host to host. A save that fails is reported on stderr and counted, and
@@ -85,9 +93,10 @@ class Checkpoints:
             skipped_steps: how many of these an fp16 scaler skipped.
             wait: return when the checkpoint is complete on the disk, and raise CheckpointError if it fails.
             spent: totals of this session so far.
+            best: this checkpoint, where it is the best one so far.
         """
         self.finish()
-        checkpoint = self._begin(self._folder / f"step-{step}")
+        checkpoint = self._begin(self._folder / f"step-{step}", best)
         if isinstance(checkpoint, CheckpointTarget):
             report = _ignore if wait else self._report_failure
             self._writer = self._start_writer(checkpoint, step, skipped_steps, self.spent_before + spent, report)
@@ -156,14 +165,14 @@ class Checkpoints:
                 )
         return reader
 
-    def _begin(self, target: Path) -> CheckpointTarget | str:
+    def _begin(self, target: Path, best: Best | None) -> CheckpointTarget | str:
         """Takes the snapshot and creates the partial folder; returns the reason if either fails."""
         try:
             self._ranks.all_succeed(lambda: self._snapshot.take(self._pieces([*KINDS, "average"])))
         except AgreedError as error:
             return f"{target}: {error}"
         num_bytes = sum(self._ranks.gather(self._snapshot.num_bytes + _HEADER_BYTES))
-        checkpoint = CheckpointTarget(target, self._keep, num_bytes)
+        checkpoint = CheckpointTarget(target, self._keep, num_bytes, best)
         failure = self._ranks.broadcast_from_main(lambda: _create_folder(checkpoint))
         return checkpoint if failure is None else failure
 

@@ -10,10 +10,16 @@ def is_time(settings: Checkpoint, elapsed_s: float) -> bool:
     return settings.every_minutes is not None and elapsed_s >= 60 * settings.every_minutes
 
 
+def is_periodic(settings: Checkpoint) -> bool:
+    """Whether checkpoints are saved before the run's end."""
+    return settings.every_steps is not None or settings.every_minutes is not None or settings.keep_best
+
+
 def most_at_once(settings: Checkpoint) -> int:
     """How many checkpoints are on the disk at a time: those that are kept, and the one that is being written."""
-    is_periodic = settings.every_steps is not None or settings.every_minutes is not None
-    return settings.keep + 1 if is_periodic else int(settings.at_end)
+    if is_periodic(settings):
+        return settings.keep + settings.keep_best + 1
+    return int(settings.at_end)
 
 
 def is_due(settings: Checkpoint, step: int, last_step: int, by_clock: bool) -> bool:

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
+from distiller.checkpoint.best import Best, read_best
 from distiller.checkpoint.format import (
     LATEST_FILE,
     PROGRESS_FILE,
@@ -41,13 +42,15 @@ class CheckpointTarget:
 
     Attributes:
         target: its folder.
-        keep: number of newest checkpoints to keep, this one included.
+        keep: number of newest checkpoints to keep, this one included; the best one is kept beside them.
         num_bytes: what all ranks together will write.
+        best: this one, where it is the best one so far.
     """
 
     target: Path
     keep: int
     num_bytes: int
+    best: Best | None = None
 
     @property
     def partial(self) -> Path:
@@ -148,12 +151,18 @@ class CheckpointWriter:
         partial.rename(target)
         sync_folder(target.parent)
         write_durably(target.parent / LATEST_FILE, target.name)
+        if self._checkpoint.best is not None:
+            self._checkpoint.best.write(target.parent)
         sync_folder(target.parent)
         self._remove_old(self._checkpoint.keep)
         return None
 
     def _remove_old(self, keep: int) -> None:
-        for step in steps_in(self._checkpoint.target.parent)[:-keep]:
+        checkpoints = self._checkpoint.target.parent
+        best = read_best(checkpoints)
+        for step in steps_in(checkpoints)[:-keep]:
+            if best is not None and step == best.step:
+                continue
             old = self._checkpoint.target.with_name(f"step-{step}")
             try:
                 remove_checkpoint(old)

@@ -8,14 +8,16 @@ import os
 import shutil
 import time
 from contextlib import closing, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from distiller.build import Finished, build, check_run
 from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.schedule import most_at_once
+from distiller.commands.closing_table import closing_table
 from distiller.config.placements import AUTO, PLACEMENTS
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import is_main_process, world_size
@@ -84,9 +86,12 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, ex
         run.tracker.close_bar()
     if isinstance(run.task, Samplable):
         run.task.write_samples(run_dir, run.sampling_teacher, run.accelerator)
+    summary = None
     if run.accelerator.is_main_process:
-        _write_summary(run, outcome)
+        summary = _write_summary(run, outcome)
     _close(run)
+    if summary is not None:
+        print(closing_table(run_dir, summary, outcome.metrics), flush=True)
     if outcome.save_error is not None:
         raise CheckpointError(f"{outcome.save_error}; the student is complete, in {run_dir / 'student'}")
 
@@ -207,15 +212,16 @@ def _shortened(recipe: Recipe, folder: Path) -> Recipe:
             "data": recipe.data.model_copy(update={} if is_whole else {"max_samples": per_update * num_updates}),
             "train": recipe.train.model_copy(update={"max_steps": num_updates, "log_every": 1}),
             "checkpoint": recipe.checkpoint.model_copy(
-                update={"every_steps": None, "every_minutes": None, "at_end": False}
+                update={"every_steps": None, "every_minutes": None, "at_end": False, "keep_best": False}
             ),
+            "evaluation": recipe.evaluation.model_copy(update={"every_steps": None, "sample_every_steps": None}),
             "tracking": recipe.tracking.model_copy(update={"trackers": ()}),
         }
     )
 
 
-def _write_summary(run: Run, outcome: Outcome) -> None:
-    """The final figures: of all sessions, but for memory, which is the last one's."""
+def _write_summary(run: Run, outcome: Outcome) -> dict[str, Any]:
+    """Writes the final figures, and returns them: of all sessions, but for memory, which is the last one's."""
     loss, took = outcome.metrics.get("loss"), replace(outcome.spent, wall_s=time.perf_counter() - run.started)
     spent = run.checkpoints.spent_before + took
     samples_per_s, error = outcome.metrics.get("perf/samples_per_s"), run.quantization_error
@@ -239,11 +245,14 @@ def _write_summary(run: Run, outcome: Outcome) -> None:
         "expected_gpu_peak_gib": None if expected is None else expected.peak_bytes / GIB,
         "expected_step_ms": None if expected is None else expected.step_ms,
         "failed_saves": spent.failed_saves,
+        "held_out_loss": outcome.metrics.get("eval/loss"),
+        "best": None if outcome.best is None else asdict(outcome.best),
         "evaluation": {},
         "wall_s": spent.wall_s,
         "sessions": spent.num_sessions,
     }
     write_durably(Path(run.recipe.output_dir) / SUMMARY_FILE, json.dumps(summary, indent=2) + "\n")
+    return summary
 
 
 def _close(run: Run) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from distiller.config.recipe import Cache, Data, FeatureLoss, RecipeOf, TaskOptions
+from distiller.config.recipe import Cache, Data, Evaluation, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch
 
 DivergenceKind = Literal["forward_kl", "reverse_kl", "jsd", "skewed_kl", "skewed_reverse_kl"]
@@ -162,7 +162,7 @@ class LanguageCache(Cache):
         return self.form in ("sampled", "topk+sampled")
 
 
-class LanguageEvaluation(Section):
+class LanguageEvaluation(Evaluation):
     """What `evaluate` measures on the held-out documents, and what is written for `samples.txt`."""
 
     batch_tokens: Positive = Field(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, final
 from pydantic import Field, create_model, model_validator
 
 from distiller.config.classification_losses import LOSSES
-from distiller.config.recipe import Data, FeatureLoss, RecipeOf, TaskOptions
+from distiller.config.recipe import Data, Evaluation, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, NonNegative, Positive, PositiveFloat, Section, Switch, Weight
 
 Augmentation = Literal["none", "crop", "crop-flip"]
@@ -122,7 +122,7 @@ class TeacherTraining(Section):
 
 
 @final
-class ClassificationEvaluation(Section):
+class ClassificationEvaluation(Evaluation):
     """What `evaluate` measures, on the pictures that were held out."""
 
     num_samples: Positive | None = Field(default=None, description="only so many of the held-out pictures")

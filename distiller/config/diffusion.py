@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, final
 from pydantic import Field, model_validator
 
 from distiller.config.prediction_distances import DISTANCES
-from distiller.config.recipe import Data, FeatureLoss, RecipeOf, TaskOptions
+from distiller.config.recipe import Data, Evaluation, FeatureLoss, RecipeOf, TaskOptions
 from distiller.config.sections import Float, Location, Positive, PositiveFloat, Section, Switch, Weight
 from distiller.errors import shown
 
@@ -188,10 +188,14 @@ class DiffusionData(Data):
     path: Location = Field(
         description="prompts: a text file; images: a folder with metadata.jsonl or .txt captions; latents"
     )
+    held_out: Annotated[Float, Field(ge=0, lt=1)] = Field(
+        default=0.0,
+        description="share of them, the last ones, that is never trained on, for evaluation.every_steps",
+    )
 
 
 @final
-class DiffusionEvaluation(Section):
+class DiffusionEvaluation(Evaluation):
     """What `evaluate` measures."""
 
     judge: Literal["none", "digits"] = Field(default="none", description="who says what a drawing shows")

@@ -134,6 +134,11 @@ class Checkpoint(Section):
     )
     at_end: Switch = Field(default=True, description="after the last update, so that --resume can train longer")
     keep: Positive = Field(default=2, description="newest checkpoints that are kept")
+    keep_best: Switch = Field(
+        default=False,
+        description="keep the one with the lowest loss on held-out data too; it is saved when evaluation.every_steps "
+        "measures it",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -142,6 +147,24 @@ class Checkpoint(Section):
         if isinstance(given, dict) and given.get("every_steps") is not None:
             return {"every_minutes": None} | given
         return given
+
+
+class Evaluation(Section):
+    """How well the student does on data that it is not trained on."""
+
+    every_steps: Positive | None = Field(
+        default=None,
+        description="updates between measurements of the loss on held-out data while training; None = none",
+    )
+    loss_samples: Positive = Field(
+        default=256,
+        description="samples of that loss, at most; of diffusion each with its own noise and timestep, always the same",
+    )
+    sample_every_steps: Positive | None = Field(
+        default=None,
+        description="updates between samples of teacher and student side by side while training, in "
+        "evaluations/step-N; None = at the end alone",
+    )
 
 
 @final
@@ -204,7 +227,7 @@ PATHS = (
 TaskT = TypeVar("TaskT", bound=TaskOptions)
 StudentT = TypeVar("StudentT", bound=Section)
 DataT = TypeVar("DataT", bound=Data)
-EvaluationT = TypeVar("EvaluationT", bound=Section)
+EvaluationT = TypeVar("EvaluationT", bound=Evaluation)
 
 
 class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
@@ -252,6 +275,10 @@ class RecipeOf(Section, Generic[TaskT, StudentT, DataT, EvaluationT]):
             raise ValueError(
                 f"given train.gradient_accumulation_steps {train.gradient_accumulation_steps} and "
                 f"train.samples_per_update {train.samples_per_update}; give one, the other follows from it"
+            )
+        if self.checkpoint.keep_best and self.evaluation.every_steps is None:
+            raise ValueError(
+                "checkpoint.keep_best is true and nothing measures which is best; set evaluation.every_steps"
             )
         return self
 

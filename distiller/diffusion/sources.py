@@ -37,7 +37,8 @@ class Source:
 
     Attributes, set by the constructor:
         prompts: the prompts of all samples; several samples may share one.
-        num_samples: samples an epoch.
+        num_samples: samples an epoch, the first ones.
+        num_held_out: samples after them, which are not trained on.
         data_digest: changes with the prompts, with latents, and with names and sizes (in bytes) of images.
         notices: one line for each kind of file that is left out.
     """
@@ -58,7 +59,7 @@ class Source:
         if data.kind == "prompts":
             self.prompts = read_prompts(path)[: data.max_samples]
             per_prompt = recipe.rollout.samples_per_prompt if recipe.rollout.enabled else 1
-            self.num_samples = len(self.prompts) * per_prompt
+            num_samples = len(self.prompts) * per_prompt
             self.data_digest = digest_of(self.prompts)
         elif data.kind == "images":
             if recipe.task.num_frames != 1:
@@ -67,14 +68,17 @@ class Source:
             self.notices += notes
             self._images = images[: data.max_samples]
             self.prompts = [caption for _, caption in self._images]
-            self.num_samples = len(self._images)
+            per_prompt, num_samples = 1, len(self._images)
             sizes = [(os.path.relpath(file, path), check_size(file)) for file, _ in self._images]
             self.data_digest = digest_of([self.prompts, sizes])
         else:
             store = LatentStore(path)
             self._check_shape(store)
-            self.prompts, self.num_samples = store.prompts, min(len(store), data.max_samples or len(store))
+            self.prompts, per_prompt, num_samples = store.prompts, 1, min(len(store), data.max_samples or len(store))
             self.data_digest = digest_of([self.prompts, store.digest()])
+        # Whole prompts, so that no drawing of one of them is trained on.
+        self.num_held_out = per_prompt * num_held_out(num_samples // per_prompt, data.held_out)
+        self.num_samples = num_samples - self.num_held_out
         self._texts = list(dict.fromkeys([*self.prompts, recipe.task.guidance.negative_prompt, ""]))
         self._row = {text: row for row, text in enumerate(self._texts)}
 
@@ -115,7 +119,7 @@ class Source:
         key: dict[str, Any] = {"text": text_stage.key}
         if recipe.data.kind == "latents":
             store = LatentStore(local_path(recipe.data.path))
-            key["latents"] = {"files": digest_files(store.files), "samples": self.num_samples}
+            key["latents"] = {"files": digest_files(store.files), "samples": self._num_stored}
         elif recipe.data.kind == "images":
             key["latents"] = self._image_stage().key
         elif recipe.rollout.enabled:
@@ -146,7 +150,7 @@ class Source:
         recipe = self._recipe
         rows = [self._row[prompt] for prompt in self.prompts]
         if self._store is not None:
-            rows = [rows[self._store.prompt_index(sample_id)] for sample_id in range(self.num_samples)]
+            rows = [rows[self._store.prompt_index(sample_id)] for sample_id in range(self._num_stored)]
         negative_row, empty_row = self._row[recipe.task.guidance.negative_prompt], self._row[""]
         return NoisedData(
             recipe,
@@ -182,6 +186,11 @@ class Source:
     def prompt_of(self, sample_id: int) -> str:
         """The prompt of a sample."""
         return self.prompts[sample_id if self._store is None else self._store.prompt_index(sample_id)]
+
+    @property
+    def _num_stored(self) -> int:
+        """Samples of which there are latents."""
+        return self.num_samples + self.num_held_out
 
     @property
     def _sample_texts(self) -> list[str]:
@@ -271,3 +280,8 @@ class Source:
                 f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
                 f"for {list(self._latent_shape)}; change one of them"
             )
+
+
+def num_held_out(count: int, share: float) -> int:
+    """How many of so many are held out: about that share, at least one where it is above 0, and never all of them."""
+    return min(max(1, round(share * count)), count - 1) if share else 0

@@ -41,7 +41,7 @@ from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
 from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Plannable, Samplable, Staged
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, HoldsOut, Plannable, Samplable, Staged
 from distiller.tasks.losses import mean_squared_error
 from distiller.tasks.student_module import TrainedStudent, model_state
 from distiller.teachers.base import Outputs, Request, Teacher
@@ -55,7 +55,7 @@ MAX_SAMPLES = 10
 
 
 class DiffusionTask(
-    CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, Evaluable, Samplable, Plannable
+    CacheableWhole[DiffusionBatch, DiffusionNetwork], Checkable, Staged, HoldsOut, Evaluable, Samplable, Plannable
 ):
     """Implements `distiller.tasks.base.Task` for diffusers pipelines.
 
@@ -87,6 +87,7 @@ class DiffusionTask(
         self._source = Source(recipe, self.family, self.network, self._process, self._latent_shape)
         self.num_samples = self._source.num_samples
         self.data_digest = self._source.data_digest
+        self._data: NoisedData | None = None
         losses = self._task.losses
         self._distance, features = distance_of(losses.prediction), losses.features
         self._feature_names = tuple(f"{FEATURES}{block}" for block in features.teacher_blocks if features.weight)
@@ -118,7 +119,16 @@ class DiffusionTask(
         return self._source.kept_stages(dtype)
 
     def load_data(self, ranks: Ranks, teacher: Teacher | None) -> NoisedData:
-        return self._source.load(ranks, teacher)
+        self._data = self._source.load(ranks, teacher)
+        return self._data
+
+    @property
+    def num_held_out(self) -> int:
+        return self._source.num_held_out
+
+    def held_out_sample(self, draw: int, index: int) -> DiffusionSample:
+        assert self._data is not None, "load_data opens it"
+        return self._data[draw, self.num_samples + index]
 
     def student_skeleton(self) -> DistilledStudent:
         with init_empty_weights():
@@ -165,7 +175,8 @@ class DiffusionTask(
         if self._recipe.data.kind != "prompts" or not self._recipe.rollout.enabled:
             return 0, size
         passes_of_step = 2 if max(self._recipe.sampling.scales) > 1 else 1
-        return self.num_samples * self._recipe.sampling.num_steps * passes_of_step, size
+        num_drawn = self.num_samples + self.num_held_out
+        return num_drawn * self._recipe.sampling.num_steps * passes_of_step, size
 
     def to_device(self, batch: DiffusionBatch, device: torch.device) -> DiffusionBatch:
         return batch.map(lambda tensor: tensor.to(device, non_blocking=True))

@@ -107,6 +107,10 @@ def _signal_at_parents_death(number: int) -> None:
     ctypes.CDLL(None).prctl(pr_set_pdeathsig, number)
 
 
+def _is_of_use(record: logging.LogRecord) -> bool:
+    return "kernels-community" not in str(record.msg) and "requires torchvision" not in str(record.msg)
+
+
 def _is_error(record: logging.LogRecord) -> bool:
     return record.levelno >= logging.ERROR
 
@@ -122,6 +126,9 @@ def prepare_environment() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A filter, not a level: DeepSpeed sets its logger's level when it is imported. Skipped steps are in our metrics.
     logging.getLogger("DeepSpeed").addFilter(_is_error)
+    # On packages that nothing here uses: their kernels for a CPU, and torchvision in place of Pillow.
+    for name in ("bitsandbytes.backends.cpu.ops", "transformers.utils.import_utils"):
+        logging.getLogger(name).addFilter(_is_of_use)
     # DeepSpeed's calls of torch, once a rank.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # Norms with float32 weights under autocast, while their block is traced for the compiler, which fuses them itself.

@@ -38,7 +38,16 @@ from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import Cacheable, Checkable, Evaluable, Plannable, ReplicatesHead, Samplable, Staged
+from distiller.tasks.interfaces import (
+    Cacheable,
+    Checkable,
+    Evaluable,
+    HoldsOut,
+    Plannable,
+    ReplicatesHead,
+    Samplable,
+    Staged,
+)
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -46,7 +55,14 @@ from distiller.teachers.factory import open_alone
 
 @final
 class CausalLMTask(
-    Cacheable[MaskedBatch, LanguageNetwork], Checkable, Staged, ReplicatesHead, Evaluable, Samplable, Plannable
+    Cacheable[MaskedBatch, LanguageNetwork],
+    Checkable,
+    Staged,
+    ReplicatesHead,
+    HoldsOut,
+    Evaluable,
+    Samplable,
+    Plannable,
 ):
     """See `distiller.tasks.base.Task`; the loss is a mean over all learnt tokens of an update."""
 
@@ -120,6 +136,13 @@ class CausalLMTask(
         if self._reads_head:
             self._head = self.network.load_head(self._dtype, ranks.device)
         return self._source.load()
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._source.held_out())
+
+    def held_out_sample(self, draw: int, index: int) -> TokenSample:
+        return self._source.held_out()[draw, index]
 
     def student_skeleton(self) -> LanguageStudent:
         with torch.device("meta"):

@@ -118,7 +118,8 @@ def _about_samples(flags: Flags) -> list[str]:
     """At most one notice: about flags for samples, which are now drawn in another way."""
     parts = []
     if flags.sample_interval is not None:
-        parts.append(f"--sample_interval {flags.sample_interval} has no counterpart")
+        key = "evaluation.sample_every_steps"
+        parts.append(f"--sample_interval {flags.sample_interval} has no counterpart but {key} in a recipe")
     if flags.sample_dir is not None:
         parts.append(f"--sample_dir {flags.sample_dir} gets a copy")
     if flags.sample_prompts and len(flags.sample_prompts) > MAX_SAMPLES:

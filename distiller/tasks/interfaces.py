@@ -163,6 +163,22 @@ class CacheableWhole(Cacheable[BatchT, NetworkT]):
         return None
 
 
+class HoldsOut(ABC):
+    """Has samples that it is not trained on, on which the loss is measured while training."""
+
+    @property
+    @abstractmethod
+    def num_held_out(self) -> int:
+        """How many there are, known before any weight is read."""
+
+    @abstractmethod
+    def held_out_sample(self, draw: int, index: int) -> Any:
+        """One of them, for `Task.collate`; after `load_data`.
+
+        The same at every call. A task with draws (noise, timesteps) draws anew for each `draw`, from 0 on.
+        """
+
+
 class Evaluable(ABC):
     """Can measure a finished student."""
 

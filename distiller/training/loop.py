@@ -23,6 +23,7 @@ from distiller.teachers.base import Outputs
 from distiller.training.buffer_rollback import BufferRollback
 from distiller.training.data_wait import DataWaitNotice
 from distiller.training.ddp_buckets import has_buckets, without_side_effects
+from distiller.training.held_out import HeldOutEvaluation
 from distiller.training.nonfinite_guard import NonFiniteGuard, nan_if_nonfinite
 from distiller.training.observers import Observers
 from distiller.training.optim import learning_rate, set_learning_rate, step_unless
@@ -72,7 +73,7 @@ def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observe
         accelerator, run.ranks, Path(recipe.output_dir), recipe.optim.max_bad_steps, run.skipped_steps, run.first_step
     )
     buffer_rollback = BufferRollback(run.student)
-    data_wait = DataWaitNotice(run.loader.num_workers, run.ranks)
+    data_wait, evaluation = DataWaitNotice(run.loader.num_workers, run.ranks), HeldOutEvaluation(run, queue)
     saved_at, saved_step, is_save_postponed, save_error = time.monotonic(), 0, False, None
     for step in range(run.first_step, run.last_step + 1):
         observers.begin(step)
@@ -110,7 +111,9 @@ def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observe
 
         observers.end(step)
         run.tracker.advance()
+        is_evaluated, is_sampled = evaluation.is_due(step), evaluation.shows_samples(step)
         is_logged = step % recipe.train.log_every == 0 or step in (run.first_step, run.last_step)
+        is_logged = is_logged or is_evaluated or is_sampled
         # On a GPU these flags are one update old: they may have been sent before the last save.
         is_due_by_clock = flags.is_checkpoint_due and flags.step > saved_step
         is_saved = is_due(recipe.checkpoint, step, run.last_step, is_due_by_clock)
@@ -131,25 +134,33 @@ def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observe
                 "optim/skipped_steps": int(guard.num_skipped),
                 **performance(run, times_ms, batches, queue.num_bytes),
             }
+            if is_evaluated:
+                metrics |= evaluation.measure(lambda: stops.requested > 0)
+                observers.recompilations.pass_over()
             run.tracker.log(metrics)
         if is_logged or is_saved:
             guard.flush()
+        best = evaluation.better(step, metrics) if is_evaluated and guard.last_was_finite else None
+        is_saved = is_saved or best is not None
         # After a bad update the save is postponed to a good one: if several in a row end the run, its newest checkpoint
         # is from before them. After the last update there is none to wait for: the state is that of the last good one.
         is_save_postponed = is_saved and not guard.last_was_finite and step < run.last_step
         if is_saved and not is_save_postponed:
             try:
                 is_last, spent = step == run.last_step, _spent(run, timer)
-                run.checkpoints.save(step, int(guard.num_skipped), is_last, spent)
+                run.checkpoints.save(step, int(guard.num_skipped), is_last, spent, best)
+                evaluation.best = best or evaluation.best
             except CheckpointError as error:
                 save_error = error
             saved_at, saved_step = time.monotonic(), step
+        if is_sampled:
+            evaluation.write_samples(step)
         if is_logged:
             timer.restart()
         if attention.end():
             timer.discard()
     run.checkpoints.finish()
-    return Outcome(metrics, _spent(run, timer), save_error)
+    return Outcome(metrics, _spent(run, timer), save_error, evaluation.best)
 
 
 def _save_and_stop(run: Run, guard: NonFiniteGuard, step: int, requested: int, spent: SessionTotals) -> NoReturn:

@@ -27,6 +27,10 @@ class RecompilationNotice:
         self._is_main, self._first_step = ranks.is_main, first_step
         self._seen_us, self._num_lines = 0, 0
 
+    def pass_over(self) -> None:
+        """Passes over what was compiled since the update before: not for training."""
+        self._seen_us = max([self._seen_us, *(one.end_time_us or 0 for one in _compilations())])
+
     def end(self, step: int) -> None:
         """After update `step`."""
         if not self._is_main or self._num_lines == MAX_LINES:

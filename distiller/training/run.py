@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from torch import nn
 from torch.utils.data import DataLoader
 
+from distiller.checkpoint.best import Best
 from distiller.checkpoint.format import SessionTotals
 from distiller.checkpoint.saving import Checkpoints
 from distiller.config.recipe import Recipe
@@ -77,8 +78,10 @@ class Outcome:
         metrics: the last logged metrics.
         spent: time, steps and failed saves of this session.
         save_error: why the last checkpoint could not be written; None where it was. The student is exported anyway.
+        best: the checkpoint with the lowest loss on held-out data, with `checkpoint.keep_best`.
     """
 
     metrics: dict[str, Any]
     spent: SessionTotals
     save_error: CheckpointError | None = None
+    best: Best | None = None

@@ -114,6 +114,17 @@ class TeacherQueue:
                 tensor.record_stream(students)
         return answers
 
+    def wait(self) -> None:
+        """Waits for the answers that are under way, after which others may ask the teacher, on the student's stream.
+
+        Communicates as the teacher's placement does.
+        """
+        for update in self._updates:
+            if isinstance(update.answers, Future):
+                update.answers.result()
+        for stream in self._streams:
+            torch.cuda.current_stream(self._device).wait_stream(stream)
+
     @property
     def num_bytes(self) -> int:
         """Of inputs and outputs of the updates that were answered ahead, on this rank's device."""

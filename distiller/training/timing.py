@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import final
+from typing import Any, final
 
 import torch
 
 PARTS = ("data", "teacher", "student", "optimizer")
+
+
+def parts_of_update(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Part of an update -> its share of the update's time, the longest first, from logged metrics.
+
+    Parts that overlap add up to more than 1; those that were not measured are left out.
+    """
+    times = {name: metrics.get(f"perf/{name}_ms") for name in PARTS}
+    shares = {name: ms / metrics["perf/step_ms"] for name, ms in times.items() if ms}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 @final

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import print_to_stderr
 from distiller.storage.line_file import LineFile
+from distiller.training.timing import parts_of_update
 from distiller.training.trackers import Trackers
 
 METRICS_FILE = "metrics.jsonl"
@@ -35,6 +36,8 @@ PEAK_FLOPS = (
 )
 """Words of a GPU's name, and its dense 16-bit peak in FLOP/s, from the vendors' data sheets; the first match counts."""
 GIB = 2**30
+NOTABLE_SHARE = 0.5
+"""Of an update's time, from which on the part that takes it is named beside the progress."""
 
 
 @final
@@ -81,6 +84,11 @@ class Tracker:
         numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
         self._trackers.log(numbers, metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
+        if metrics.get("eval/loss") is not None:
+            shown += f", held out {metrics['eval/loss']:.4g}"
+        part, share = next(iter(parts_of_update(metrics).items()), ("", 0.0))
+        if share > NOTABLE_SHARE:
+            shown += f", {part} {min(share, 1.0):.0%} of the time"
         if self._is_terminal:
             with contextlib.suppress(OSError):
                 self._bar.set_postfix_str(shown)

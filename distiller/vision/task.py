@@ -22,7 +22,7 @@ from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
 from distiller.tasks.fitting_batch import with_fitting_batch
-from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, Plannable, Samplable, Staged
+from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, HoldsOut, Plannable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
@@ -48,7 +48,7 @@ MAX_SAMPLES = 10
 
 
 class ClassificationTask(
-    CacheableWhole[PictureBatch, ClassifierNetwork], Checkable, Staged, Evaluable, Samplable, Plannable
+    CacheableWhole[PictureBatch, ClassifierNetwork], Checkable, Staged, HoldsOut, Evaluable, Samplable, Plannable
 ):
     """See `distiller.tasks.base.Task`; the loss is a mean over samples."""
 
@@ -122,6 +122,13 @@ class ClassificationTask(
 
     def load_data(self, ranks: Ranks, teacher: Teacher | None) -> PictureData:
         return self._source.training
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._source.held_out)
+
+    def held_out_sample(self, draw: int, index: int) -> PictureSample:
+        return self._source.held_out[draw, index]
 
     def student_skeleton(self) -> DistilledClassifier:
         with torch.device("meta"):

@@ -46,6 +46,9 @@ def assert_same(trained: Callable[[int, int], dict[str, Any]], case: str, world_
     assert not isinstance(result, str), result
     assert result[0] == reference[0]
     assert np.array_equal(result[1], reference[1])
+    # Measured between updates, while answers for the next ones are under way.
+    assert result[2] == reference[2]
+    assert len(result[2]) == 3 or world_size > 1
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +70,10 @@ def test_a_run_with_a_teacher_in_processes_of_its_own_is_the_same(trained, tmp_p
     case, weights = "dedicated, two processes", save_toy(tmp_path / "toy")
     found = on_ranks(2, train_cases, weights, tmp_path, [case], 4, [2], depth, True, timeout_s=300)[0][f"{case} 2"]
     assert not isinstance(found, str), found
-    losses, student = trained(2, 0)["replicated 2"]
+    losses, student, held_out = trained(2, 0)["replicated 2"]
     assert found[0] == losses
     assert np.array_equal(found[1], student)
+    assert found[2] == held_out
 
 
 def test_every_placement_that_can_be_asked_ahead_is():

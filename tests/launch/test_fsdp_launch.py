@@ -18,6 +18,7 @@ ALL = [
     "task.losses.features.weight=0.1",
     "task.losses.features.student_blocks=[0]",
     "task.losses.features.teacher_blocks=[1]",
+    *("data.held_out=0.2", "evaluation.every_steps=2", "evaluation.sample_every_steps=3"),
 ]
 
 
@@ -32,7 +33,7 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(toy) -> Path:
-    """One process, with a moving average and projections."""
+    """One process, with a moving average and projections, and evaluations while training."""
     result = train(toy, CONFIGS / "cpu.yaml", "reference", *ALL)
     assert result.code == 0, result.stderr
     return toy / "reference"

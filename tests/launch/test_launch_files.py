@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from distiller.checkpoint.best import read_best
 from distiller.cli import main
 from tests import toys
 from tests.launch.launching import CONFIGS, Result, launch
@@ -26,6 +27,20 @@ ENGINES = {
 }
 
 
+EVALUATED = [
+    *("data.held_out=0.2", "evaluation.every_steps=2", "evaluation.sample_every_steps=3"),
+    *("evaluation.loss_samples=7", "checkpoint.keep_best=true"),
+]
+"""Seven samples are never as many for each of two ranks."""
+
+
+@pytest.fixture(scope="module")
+def evaluated(toy) -> Path:
+    """As `reference`, with evaluations while training."""
+    assert main(["train", str(toy / "recipe.yaml"), f"output_dir={toy / 'evaluated'}", *EVALUATED]) == 0
+    return toy / "evaluated"
+
+
 def train(toy: Path, config_file: Path, output_dir: Path, *overrides: str) -> Result:
     return launch(config_file, "train", str(toy / "recipe.yaml"), f"output_dir={output_dir}", *overrides)
 
@@ -42,15 +57,26 @@ def check(toy: Path, reference: Path, name: str, *overrides: str) -> dict:
     return summary
 
 
-def test_two_processes_equal_one(toy, reference):
-    check(toy, reference, "cpu_2proc")
+def check_evaluated(toy: Path, reference: Path, name: str, *overrides: str) -> None:
+    """The same run and the same losses on held-out samples; samples, and the best checkpoint, are there."""
+    summary = check(toy, reference, name, *EVALUATED, *overrides)
+    (folder,) = (made for made in toy.glob(f"{name}-*/checkpoints") if (made.parent / "evaluations").exists())
+    assert [line["step"] for line in toys.read_metrics(folder.parent) if "eval/loss" in line] == [2, 4, 6]
+    assert [file.name for file in folder.parent.glob("evaluations/step-3/*")] == ["samples.png"]
+    best = read_best(folder)
+    assert best is not None
+    assert summary["best"] == {"step": best.step, "loss": best.loss}
+
+
+def test_two_processes_equal_one(toy, evaluated):
+    check_evaluated(toy, evaluated, "cpu_2proc")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "cpu_2proc"])
-def test_every_engine_equals_one_process(toy, reference, name):
+def test_every_engine_equals_one_process(toy, evaluated, name):
     """Stages included: under ZeRO-3 the text encoder was once partitioned over ranks of which one had loaded it."""
-    check(toy, reference, name, f"cache_dir={toy / name}-cache")
+    check_evaluated(toy, evaluated, name, f"cache_dir={toy / name}-cache")
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ LAYERS = [
     ["cache"],
     ["export"],
     ["session"],
-    ["student_preparation", "teacher_preparation"],
+    ["student_preparation", "teacher_preparation", "run_overview"],
     ["build"],
     ["commands"],
     ["arguments"],

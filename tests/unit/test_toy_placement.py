@@ -143,10 +143,11 @@ def test_it_answers_and_trains_as_the_contract_says(tmp_path):
                 assert np.abs(ours - theirs).max() <= 2e-6 * max(1.0, np.abs(theirs).max())
     trained = on_ranks(2, train_toy, weights, tmp_path / "runs", 4, timeout_s=200)[0]
     for accumulation in (1, 2):
-        losses, student = trained[f"toy {accumulation}"]
+        losses, student, held_out = trained[f"toy {accumulation}"]
         assert np.abs(np.array(losses) - np.array(trained["replicated 1"][0])).max() <= 2e-6
         reference = trained["replicated 1"][1]
         assert np.linalg.norm(student - reference) <= 1e-5 * np.linalg.norm(reference)
+        assert held_out == pytest.approx(trained["replicated 1"][2], abs=2e-6)
 
 
 def test_users_see_it_where_placements_are_listed(toy, capsys, monkeypatch):
