@@ -28,6 +28,7 @@ from distiller.errors import AgreedError, CheckpointError, RunError, StoppedErro
 from distiller.export import export_run
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.deepspeed import is_deepspeed_launch
+from distiller.run_folder.environment import Session, append_session, describe_session
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.folder_lock import remove_lock_file
@@ -59,7 +60,7 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, ex
         if is_main_process():
             print(f"{run_dir} is already finished ({run.steps} steps); nothing to do")
         return
-    start_trackers(run)
+    start_trackers(run, _record_session(run))
     try:
         with stops.deferring():
             if run.first_step <= run.last_step:
@@ -130,9 +131,26 @@ def _try_another_placement(run: Run, excluded: tuple[str, ...], error: RunError)
     )
 
 
-def start_trackers(run: Run) -> None:
-    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates."""
-    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe))
+def start_trackers(run: Run, environment: Session | None = None) -> None:
+    """Opens the trackers on rank 0; the others wait, or the first update's time would hold theirs. Communicates.
+
+    `environment`: where this session runs, for the trackers' configuration.
+    """
+    run.ranks.all_succeed(lambda: run.tracker.start_trackers(run.recipe, environment))
+
+
+def _record_session(run: Run) -> Session | None:
+    """Adds this session to environment.json, on rank 0, which gets it back."""
+    if not run.ranks.is_main:
+        return None
+    gpus = []
+    if run.accelerator.device.type == "cuda":
+        found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+        gpus = [(gpu.name, gpu.total_memory) for gpu in found]
+    cuda = torch.version.cuda
+    session = describe_session(run.first_step, run.accelerator.num_processes, run.engine, gpus, cuda)
+    append_session(Path(run.recipe.output_dir), session)
+    return session
 
 
 def dry_run(recipe: Recipe, excluded: tuple[str, ...] = ()) -> None:

@@ -1,1 +1,1 @@
-"""A run's `output_dir`: whether a run may use it, and the record of the input files."""
+"""A run's `output_dir`: whether a run may use it, the record of the input files, and where its sessions ran."""

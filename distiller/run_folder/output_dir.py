@@ -20,14 +20,13 @@ from distiller.config.recipe import Recipe
 from distiller.config.sections import flatten
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
+from distiller.run_folder.files import RECIPE_FILE, SUMMARY_FILE
 from distiller.run_folder.inputs import INPUTS, absolute_paths, check_same_inputs, with_absolute_paths
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.folder_lock import lock_folder, refuse_if_running
 from distiller.storage.yaml_files import parse_yaml
 
 _VISIBILITY_TIMEOUT_S = 30
-RECIPE_FILE = "recipe.yaml"
-SUMMARY_FILE = "summary.json"
 # Where the teacher lives and how an update is split change no number, and after an out-of-memory, or on fewer GPUs,
 # that is what a user wants to change. The number of samples of an update is compared with the checkpoint's.
 _MAY_CHANGE_ON_RESUME = (

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from distiller.distributed.ranks import Ranks
 from distiller.errors import AgreedError
+from distiller.run_folder.files import BAD_BATCHES_FILE
 from distiller.storage.line_file import LineFile
 
-BAD_BATCHES_FILE = "bad_batches.jsonl"
 MAX_NAMED = 16
 """Sample ids in the error message; the file has all."""
 

@@ -15,7 +15,9 @@ from accelerate import Accelerator
 from distiller.config.loading import dump
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import print_to_stderr
+from distiller.run_folder.environment import Session
 from distiller.storage.durable_writes import write_durably
+from distiller.storage.yaml_files import dump_yaml
 
 TRACKING_FOLDER = "tracking"
 _RUN_FILE = "run.json"
@@ -81,18 +83,22 @@ class Trackers:
         self._run = TrackedRun("", "", {})
         self._has_warned = False
 
-    def start(self, recipe: Recipe, first_step: int) -> None:
+    def start(self, recipe: Recipe, first_step: int, environment: Session | None = None) -> None:
         """Opens the trackers that the recipe names; wandb works offline when there is no key, and asks nothing.
 
-        `first_step` is this session's.
+        `first_step` and `environment` are this session's.
         """
         if self._accelerator.is_main_process:
             self._run = tracked_run(Path(recipe.output_dir) / TRACKING_FOLDER)
+        configuration = {"recipe": dump(recipe)}
+        if environment is not None:
+            # As text, like the recipe: TensorBoard takes no mappings.
+            configuration["environment"] = dump_yaml(environment)
         self._accelerator.init_trackers(recipe.tracking.project, None, options_of(recipe, self._run, first_step))
         for tracker in self._accelerator.trackers:
             # TensorBoard would show each further configuration as a new run.
             if tracker.name != "tensorboard" or tracker.name not in self._run.last_steps:
-                tracker.store_init_configuration({"recipe": dump(recipe)})
+                tracker.store_init_configuration(configuration)
 
     def log(self, numbers: dict[str, Any], step: int) -> None:
         """Logs a step's numbers to the trackers that do not have them; where a disk is full, says so once."""

@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 from distiller.config.recipe import Recipe
 from distiller.distributed.process import print_to_stderr
+from distiller.run_folder.environment import Session
+from distiller.run_folder.files import METRICS_FILE
 from distiller.storage.line_file import LineFile
 from distiller.training.timing import parts_of_update
 from distiller.training.trackers import Trackers
 
-METRICS_FILE = "metrics.jsonl"
 PEAK_FLOPS = (
     ("H200", 989e12),
     ("GH200", 989e12),
@@ -62,10 +63,13 @@ class Tracker:
             disable=not self._is_terminal,
         )
 
-    def start_trackers(self, recipe: Recipe) -> None:
-        """Opens the trackers that the recipe names; they continue the series of earlier sessions."""
+    def start_trackers(self, recipe: Recipe, environment: Session | None = None) -> None:
+        """Opens the trackers that the recipe names; they continue the series of earlier sessions.
+
+        `environment`: where this session runs, for their configuration.
+        """
         if recipe.tracking.trackers:
-            self._trackers.start(recipe, self._first_step)
+            self._trackers.start(recipe, self._first_step, environment)
 
     def advance(self) -> None:
         """Moves the bar by one step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 
@@ -22,9 +23,9 @@ def slowly(folder: Path) -> None:
     run = build_toy_run(toy_recipe(folder, batch_size=4))
     start = Tracker.start_trackers
 
-    def slow(tracker: Tracker, recipe: object) -> None:
+    def slow(tracker: Tracker, *arguments: Any) -> None:
         time.sleep(SLOW_S if run.ranks.is_main else 0.0)
-        start(tracker, recipe)  # type: ignore[arg-type]
+        start(tracker, *arguments)
 
     Tracker.start_trackers = slow  # type: ignore[method-assign]
     try:
