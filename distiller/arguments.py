@@ -137,6 +137,17 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
     export.add_argument("--output", type=Path, metavar="FOLDER", help="a new folder; default: RUN/student-step-N")
     export.set_defaults(run=handlers["export"])
 
+    report = commands.add_parser(
+        "report",
+        help="one HTML page of a run: curves, time, memory, quality, samples; of several runs, a comparison",
+        description="distiller report RUN [RUN ...] [-o FILE]; also of a run that is not finished",
+    )
+    report.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN", help="a run's output folder")
+    report.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="default: RUN/report.html; of several runs ./report.html"
+    )
+    report.set_defaults(run=handlers["report"])
+
     recipes = commands.add_parser("recipes", help="list the packaged recipes, or print one")
     recipes.add_argument("name", nargs="?", help="print this recipe")
     recipes.set_defaults(run=handlers["recipes"])

@@ -229,6 +229,13 @@ def _export(options: argparse.Namespace, stops: StopSignals) -> None:
     commands.export(options.checkpoint, options.output)
 
 
+def _report(options: argparse.Namespace, stops: StopSignals) -> None:
+    # Not in `distiller.commands`, which imports torch: the page needs only what lies in the folders.
+    from distiller.report.writing import report
+
+    print(report(options.run_dirs, options.output))
+
+
 def _recipes(options: argparse.Namespace, stops: StopSignals) -> None:
     from distiller.storage.packaged_files import find_recipe, first_line, recipe_names
 
@@ -257,6 +264,7 @@ HANDLERS = {
     "evaluate": _evaluate,
     "sample": _sample,
     "export": _export,
+    "report": _report,
     "recipes": _recipes,
     "configs": _configs,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -13,14 +14,20 @@ _NOT_OFFERED = (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 def write_durably(file: Path, text: str) -> None:
     """Replaces a text file atomically; it is on the disk when this returns, but for its folder's entry.
 
-    One process at a time may write the same file.
+    One process at a time may write the same file. Where it fails, the file is as it was.
     """
     temporary = file.with_name(f".{file.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as stream:
-        stream.write(text)
-        stream.flush()
-        sync(stream.fileno())
-    temporary.replace(file)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            stream.write(text)
+            stream.flush()
+            sync(stream.fileno())
+        temporary.replace(file)
+    except OSError:
+        # A part of it would fill the disk further.
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
 
 
 def sync(descriptor: int) -> bool:

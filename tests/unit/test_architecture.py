@@ -29,6 +29,7 @@ LAYERS = [
     ["session"],
     ["student_preparation", "teacher_preparation", "run_overview"],
     ["build"],
+    ["report"],
     ["commands"],
     ["arguments"],
     ["cli"],
