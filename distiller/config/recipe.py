@@ -179,6 +179,9 @@ class Tracking(Section):
     mode: Literal["auto", "online", "offline", "disabled"] = Field(
         default="auto", description="auto = offline without a key"
     )
+    report: Switch = Field(
+        default=True, description="write output_dir/report.html at the end; `distiller report` writes it at any time"
+    )
 
 
 @final

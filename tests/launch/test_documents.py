@@ -110,6 +110,7 @@ RUN_FILES = {
     "run.json",
     "recipe.yaml",
     "inputs.json",
+    "environment.json",
     "metrics.jsonl",
     "bad_batches.jsonl",
     "summary.json",

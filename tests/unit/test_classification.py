@@ -383,7 +383,8 @@ class TestRuns:
         folder = run(data)
         assert "student.batch_norm is batch" in capsys.readouterr().out
         assert {path.name for path in folder.iterdir()} == {
-            "checkpoints", "inputs.json", "metrics.jsonl", "recipe.yaml", "samples.png", "student", "summary.json",
+            "checkpoints", "environment.json", "inputs.json", "metrics.jsonl", "recipe.yaml", "report.html",
+            "samples.png", "student", "summary.json",
         }  # fmt: skip
         line = toys.read_metrics(folder)[0]
         assert line["loss"] == pytest.approx(0.5 * line["loss/labels"] + 0.5 * line["loss/distillation"], rel=1e-6)

@@ -62,7 +62,8 @@ def loss_of(task: CausalLMTask, batch: MaskedBatch, trained: Any) -> float:
 def test_a_run_leaves_the_contracts_files_and_a_model_of_the_library(make_recipe, teacher, capsys):
     folder = run(make_recipe(checkpoint={"every_steps": 2}, task={"losses": {"alpha": 0.7, "features": FEATURES}}))
     assert {path.name for path in folder.iterdir()} == {
-        "checkpoints", "inputs.json", "metrics.jsonl", "recipe.yaml", "samples.txt", "student", "summary.json",
+        "checkpoints", "environment.json", "inputs.json", "metrics.jsonl", "recipe.yaml", "report.html",
+        "samples.txt", "student", "summary.json",
     }  # fmt: skip
     metrics = toys.read_metrics(folder)
     assert [line["step"] for line in metrics] == [1, 2, 3, 4, 5, 6]

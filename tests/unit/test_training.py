@@ -41,8 +41,8 @@ def run(recipe: Recipe, resume: bool = False) -> Path:
 def test_a_run_leaves_the_contracts_files(make_recipe, capsys):
     folder = run(make_recipe(checkpoint={"every_steps": 2, "keep": 2}))
     assert sorted(path.name for path in folder.iterdir()) == [
-        "checkpoints", "inputs.json", "metrics.jsonl", "recipe.yaml", "samples.png", "stages", "student",
-        "summary.json",
+        "checkpoints", "environment.json", "inputs.json", "metrics.jsonl", "recipe.yaml", "report.html", "samples.png",
+        "stages", "student", "summary.json",
     ]  # fmt: skip
     assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["latest", "step-4", "step-6"]
     assert (folder / "checkpoints" / "latest").read_text() == "step-6"
