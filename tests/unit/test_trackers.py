@@ -15,6 +15,7 @@ import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 
+from distiller.config.loading import dump
 from distiller.training.trackers import TrackedRun, Trackers, options_of, tracked_run
 from distiller.training.tracking import Tracker
 from tests.toy_task import toy_recipe
@@ -101,6 +102,14 @@ def log_with(recipe: Any, steps: range, given: dict[str, list[int]]) -> None:
     trackers.start(recipe, steps.start)
     for step in steps:
         trackers.log({"loss": 1.0}, step)
+
+
+def test_trackers_get_the_recipe_and_where_the_session_runs(tmp_path):
+    recipe, stored = recipe_with(tmp_path / "run", "wandb", mode="disabled"), []
+    double = SimpleNamespace(name="wandb", store_init_configuration=stored.append)
+    accelerator: Any = SimpleNamespace(is_main_process=True, trackers=[double], init_trackers=lambda *given: None)
+    Trackers(accelerator).start(recipe, 1, {"host": "node-1", "gpus": []})
+    assert stored == [{"recipe": dump(recipe), "environment": "host: node-1\ngpus: []\n"}]
 
 
 def test_a_tracker_that_cannot_drop_steps_gets_none_twice(tmp_path):
