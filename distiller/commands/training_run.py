@@ -88,6 +88,7 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, ex
         run.tracker.close_bar()
     if isinstance(run.task, Samplable):
         run.task.write_samples(run_dir, run.sampling_teacher, run.accelerator)
+        run.tracker.log_samples(run_dir, run.last_step)
     summary = None
     if run.accelerator.is_main_process:
         summary = _write_summary(run, outcome)

@@ -95,8 +95,8 @@ class HeldOutEvaluation:
             return None
         return Best(step, loss)
 
-    def write_samples(self, step: int) -> None:
-        """Writes `evaluations/step-N/samples.*`. Every rank calls it. Communicates.
+    def write_samples(self, step: int) -> Path:
+        """Writes `samples.*` into `evaluations/step-N`, which it returns. Every rank calls it. Communicates.
 
         Raises AgreedError, on every rank, if rank 0 cannot write the student that is shown.
         """
@@ -123,6 +123,7 @@ class HeldOutEvaluation:
             shutil.rmtree(folder / "student", ignore_errors=True)
         # Rank 0 draws the student's alone, and others would wait in a collective of the device, whose time is limited.
         run.ranks.barrier()
+        return folder
 
     def _own_keys(self) -> list[tuple[list[tuple[int, int]], bool]]:
         """This rank's micro-batches as keys of samples, and whether each counts.

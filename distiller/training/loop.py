@@ -154,7 +154,7 @@ def _train(run: Run, stops: StopSignals, queue: TeacherQueue, observers: Observe
                 save_error = error
             saved_at, saved_step = time.monotonic(), step
         if is_sampled:
-            evaluation.write_samples(step)
+            run.tracker.log_samples(evaluation.write_samples(step), step)
         if is_logged:
             timer.restart()
         if attention.end():

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from distiller.training.run import Run
+from distiller.training.timing import PARTS
 from distiller.training.tracking import GIB, peak_flops
 
 
@@ -32,22 +33,22 @@ def performance(
     teacher_gib = 0.0 if memory is None else memory.gpu_bytes / GIB
     # ru_maxrss is in KiB on Linux.
     host_peak_gib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    shares = [times_ms["step"], peak_gib, teacher_gib, host_peak_gib, prefetched_bytes / GIB]
-    local = torch.tensor(shares, device=device)
+    own = [*(times_ms[part] for part in PARTS), peak_gib, teacher_gib, host_peak_gib, prefetched_bytes / GIB]
+    local = torch.tensor([times_ms["step"], *own], device=device)
     gathered = run.accelerator.gather(local.unsqueeze(0))
     assert isinstance(gathered, Tensor)
-    step_ms, gpu_gib, teachers_gib, hosts_gib, prefetched_gib = gathered.cpu().T.tolist()
+    step_ms, *others = gathered.cpu().T.tolist()
+    parts_ms = dict(zip(PARTS, others, strict=False))
+    gpu_gib, teachers_gib, hosts_gib, prefetched_gib = others[len(PARTS) :]
     step_s = max(step_ms) / 1e3
     tokens = sum(run.task.tokens(batch) for batch in batches) * run.accelerator.num_processes
     under_deepspeed = run.engine.startswith("deepspeed")
     return {
-        "perf/step_ms": sum(step_ms) / len(step_ms),
-        "perf/step_ms_min": min(step_ms),
-        "perf/step_ms_max": max(step_ms),
-        "perf/teacher_ms": None if run.teacher is None else times_ms["teacher"],
-        "perf/student_ms": times_ms["student"],
-        "perf/optimizer_ms": None if under_deepspeed else times_ms["optimizer"],
-        "perf/data_ms": times_ms["data"],
+        **_over_ranks("perf/step_ms", step_ms),
+        **_over_ranks("perf/teacher_ms", None if run.teacher is None else parts_ms["teacher"]),
+        **_over_ranks("perf/student_ms", parts_ms["student"]),
+        **_over_ranks("perf/optimizer_ms", None if under_deepspeed else parts_ms["optimizer"]),
+        **_over_ranks("perf/data_ms", parts_ms["data"]),
         "perf/samples_per_s": run.plan.samples_per_update / step_s,
         "perf/tokens_per_s": tokens / step_s,
         "perf/mfu": _model_flops_utilization(run, tokens / step_s / run.accelerator.num_processes),
@@ -60,7 +61,15 @@ def performance(
         "memory/prefetched_gib": max(prefetched_gib) if run.recipe.teacher.prefetch_steps else None,
         "memory/host_rss_gib": psutil.Process().memory_info().rss / GIB,
         "memory/host_peak_gib": max(hosts_gib),
+        "memory/host_peak_gib_min": min(hosts_gib),
     }
+
+
+def _over_ranks(name: str, values: Sequence[float] | None) -> dict[str, float | None]:
+    """The mean, the least and the largest of the ranks' values; None where there are none."""
+    if values is None:
+        return {name: None, f"{name}_min": None, f"{name}_max": None}
+    return {name: sum(values) / len(values), f"{name}_min": min(values), f"{name}_max": max(values)}
 
 
 def _model_flops_utilization(run: Run, tokens_per_s: float) -> float | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, final
@@ -18,8 +19,18 @@ from distiller.distributed.process import print_to_stderr
 from distiller.run_folder.environment import Session
 from distiller.storage.durable_writes import write_durably
 from distiller.storage.yaml_files import dump_yaml
+from distiller.training.tracked_samples import log_samples
 
 TRACKING_FOLDER = "tracking"
+GROUPED = {
+    "loss": "loss/total",
+    "lr": "optim/lr",
+    "grad_norm": "optim/grad_norm",
+    "epoch": "progress/epoch",
+    "samples": "progress/samples",
+    "eval/loss": "eval/loss/total",
+}
+"""Names in metrics.jsonl, where they stay short -> names in trackers, which draw a group for each first word."""
 _RUN_FILE = "run.json"
 
 
@@ -100,26 +111,55 @@ class Trackers:
             if tracker.name != "tensorboard" or tracker.name not in self._run.last_steps:
                 tracker.store_init_configuration(configuration)
 
-    def log(self, numbers: dict[str, Any], step: int) -> None:
-        """Logs a step's numbers to the trackers that do not have them; where a disk is full, says so once."""
-        receivers = [
-            tracker
-            for tracker in self._accelerator.trackers
-            if step > self._run.last_steps.get(tracker.name, 0) or tracker.name == "tensorboard"
-        ]
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Logs a step to the trackers that do not have it; where a disk is full, says so once.
+
+        `metrics` are by their names in metrics.jsonl; None is left out.
+        """
+        receivers = self._receivers(step)
         if not receivers:
             return
         # Written first: if the session dies in between, a tracker misses a step; it would refuse one that comes twice.
         self._run = self._run.with_step([tracker.name for tracker in receivers], step)
-        try:
+        numbers = {grouped_name(name): value for name, value in metrics.items() if value is not None and name != "step"}
+        with self._disk_errors_said():
             self._run.write()
             for tracker in receivers:
                 tracker.log(numbers, step=step)
+
+    def log_samples(self, file: Path, step: int) -> None:
+        """Logs a file of samples of the step that was logged last, a picture or text; errors as in `log`."""
+        with self._disk_errors_said():
+            # The step's numbers have been logged, or an earlier session has logged all of it.
+            for tracker in self._receivers(step + 1):
+                log_samples(tracker, file, step)
+
+    def _receivers(self, step: int) -> list[Any]:
+        """The trackers that do not have a step yet."""
+        return [
+            tracker
+            for tracker in self._accelerator.trackers
+            if step > self._run.last_steps.get(tracker.name, 0) or tracker.name == "tensorboard"
+        ]
+
+    @contextmanager
+    def _disk_errors_said(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             if not self._has_warned:
                 self._has_warned = True
                 what = f"{self._run.folder}: {error.strerror or error}; trackers miss steps, training goes on"
                 print_to_stderr(f"distiller: {what}")
+
+
+def grouped_name(name: str) -> str:
+    """A metric's name in trackers, which show together what has the same word before the first `/`."""
+    if name.startswith("memory/teacher_"):
+        return f"teacher/memory_{name.removeprefix('memory/teacher_')}"
+    if name.startswith("perf/teacher_"):
+        return f"teacher/{name.removeprefix('perf/teacher_')}"
+    return GROUPED.get(name, name)
 
 
 def options_of(recipe: Recipe, run: TrackedRun, first_step: int) -> dict[str, dict[str, Any]]:

@@ -78,15 +78,20 @@ class Tracker:
             with contextlib.suppress(OSError):
                 self._bar.update()
 
+    def log_samples(self, folder: Path, step: int) -> None:
+        """Shows the samples in a folder, if there are any, in the trackers; after `log` of that step."""
+        if self._bar is not None:
+            for file in sorted(folder.glob("samples.*")):
+                self._trackers.log_samples(file, step)
+
     def log(self, metrics: dict[str, Any]) -> None:
-        """Appends one line to metrics.jsonl, logs the numbers to the trackers and shows the main ones."""
+        """Appends one line to metrics.jsonl, logs it to the trackers and shows the main numbers."""
         if self._bar is None:
             return
         # JSON has no infinity: an fp16 overflow's gradient norm is null.
         finite = {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in metrics.items()}
         self._file.append(json.dumps(finite, allow_nan=False) + "\n")
-        numbers = {name: value for name, value in finite.items() if value is not None and name != "step"}
-        self._trackers.log(numbers, metrics["step"])
+        self._trackers.log(finite, metrics["step"])
         shown = f"loss {metrics['loss']:.4g}, {metrics['perf/samples_per_s']:.4g} samples/s"
         if metrics.get("eval/loss") is not None:
             shown += f", held out {metrics['eval/loss']:.4g}"

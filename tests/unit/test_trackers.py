@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import shutil
 import struct
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from PIL import Image
 
 from distiller.config.loading import dump
-from distiller.training.trackers import TrackedRun, Trackers, options_of, tracked_run
+from distiller.training.loop import train
+from distiller.training.trackers import TrackedRun, Trackers, grouped_name, options_of, tracked_run
 from distiller.training.tracking import Tracker
-from tests.toy_task import toy_recipe
+from tests import toys
+from tests.toy_task import build_toy_run, toy_recipe
 
 LAST_STEP = 12
 
@@ -29,8 +33,11 @@ def recipe_with(folder: Path, *trackers: str, **tracking: Any) -> Any:
     return recipe.model_copy(update={"tracking": section})
 
 
-def session(recipe: Any, steps: range) -> None:
-    """As the loop: the session begins after the checkpoint of `steps.start - 1`, and ends without one."""
+def session(recipe: Any, steps: range, samples: Path | None = None) -> None:
+    """As the loop: the session begins after the checkpoint of `steps.start - 1`, and ends without one.
+
+    The last step shows the samples in that folder.
+    """
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     folder = Path(recipe.output_dir)
@@ -40,6 +47,8 @@ def session(recipe: Any, steps: range) -> None:
     tracker.start_trackers(recipe)
     for step in steps:
         tracker.log({"step": step, "loss": step / 2, "perf/samples_per_s": 1.0, "perf/step_ms": 1.0})
+    if samples is not None:
+        tracker.log_samples(samples, steps[-1])
     tracker.close()
 
 
@@ -53,7 +62,7 @@ def test_tensorboard_shows_one_series_whose_steps_never_go_back(tmp_path):
         session(recipe, steps)
     events = EventAccumulator(str(tmp_path / "run" / "tracking" / "distiller"))
     events.Reload()
-    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(s, s / 2) for s in range(1, 13)]
+    assert [(event.step, event.value) for event in events.Scalars("loss/total")] == [(s, s / 2) for s in range(1, 13)]
     # Of its values TensorBoard makes runs of their own, one for each session that tells them.
     assert len(list((tmp_path / "run" / "tracking" / "distiller").glob("*/events*"))) == 1
 
@@ -184,3 +193,57 @@ def test_a_disk_without_space_costs_trackers_their_steps_and_not_the_run(tmp_pat
     monkeypatch.setattr(TrackedRun, "write", full)
     session(recipe, range(2, 5))
     assert capsys.readouterr().err.count("No space left on device; trackers miss steps, training goes on") == 1
+
+
+def test_trackers_show_metrics_in_groups():
+    names = ["loss", "loss/prediction", "lr", "grad_norm", "perf/step_ms_max", "perf/teacher_ms", "eval/loss"]
+    names += ["eval/loss/prediction", "memory/teacher_gpu_gib", "memory/gpu_peak_gib", "optim/skipped_steps"]
+    assert [grouped_name(name) for name in names] == [
+        *("loss/total", "loss/prediction", "optim/lr", "optim/grad_norm", "perf/step_ms_max", "teacher/ms"),
+        *("eval/loss/total", "eval/loss/prediction", "teacher/memory_gpu_gib", "memory/gpu_peak_gib"),
+        "optim/skipped_steps",
+    ]
+
+
+def test_all_metrics_of_a_run_belong_to_a_group(tmp_path):
+    train(build_toy_run(toy_recipe(tmp_path, batch_size=4)))
+    (line, *_) = toys.read_metrics(tmp_path)
+    groups = {grouped_name(name).partition("/")[0] for name in line if name != "step"}
+    assert groups == {"loss", "optim", "perf", "memory", "teacher", "progress"}
+
+
+def test_tensorboard_shows_samples_of_their_steps(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    recipe = recipe_with(tmp_path / "run", "tensorboard")
+    pictures, texts = tmp_path / "pictures", tmp_path / "texts"
+    for folder in (pictures, texts):
+        folder.mkdir()
+    Image.new("RGB", (6, 4), (250, 20, 30)).save(pictures / "samples.png")
+    (texts / "samples.txt").write_text("# teacher\n<b>one</b>\n\ntwo\n")
+    for start, folder in ((1, pictures), (3, texts)):
+        session(recipe, range(start, start + 2), folder)
+    events = EventAccumulator(str(tmp_path / "run" / "tracking" / "distiller"))
+    events.Reload()
+    (image,) = events.Images("eval/samples")
+    assert (image.step, image.width, image.height) == (2, 6, 4)
+    assert Image.open(io.BytesIO(image.encoded_image_string)).convert("RGB").getpixel((5, 3)) == (250, 20, 30)
+    (text,) = events.Tensors("eval/samples/text_summary")
+    assert text.step == 4
+    assert text.tensor_proto.string_val[0].decode() == "    # teacher\n    <b>one</b>\n    \n    two\n"
+
+
+def test_wandb_gets_samples_beside_the_numbers_of_their_step(tmp_path, monkeypatch):
+    logged: list[tuple[int, dict[str, Any]]] = []
+    recipe = recipe_with(tmp_path / "run", "wandb", mode="offline")
+    monkeypatch.setattr("accelerate.tracking.WandBTracker.log", lambda _, values, step: logged.append((step, values)))
+    folder = tmp_path / "shown"
+    folder.mkdir()
+    (folder / "samples.txt").write_text("a < b")
+    session(recipe, range(1, 3), folder)
+    # The next session begins with the last step again: its numbers are there, its samples may not be.
+    session(recipe, range(2, 3), folder)
+    assert [step for step, _ in logged] == [1, 2, 2, 2]
+    assert [list(values) for step, values in logged if "eval/samples" in values] == [["eval/samples"]] * 2
+    assert "<pre>a &lt; b</pre>" in logged[2][1]["eval/samples"].html
