@@ -12,6 +12,7 @@ rm -rf "$out"
 accelerate launch --config_file accelerate_configs/cpu_2proc.yaml -m distiller train digits-wan output_dir="$out"
 trained=$SECONDS
 distiller evaluate "$out" | tee "$out/evaluation.txt"
+distiller report "$out" >/dev/null
 
 python - "$out" $((ready - started)) $((trained - ready)) $((SECONDS - trained)) <<'PY'
 import json, sys
@@ -31,5 +32,6 @@ for name, teacher, student in rows:
     print(f"{name:<24} {teacher:>12} {student:>12}")
 print(f"\nset-up {setup_s} s, training {train_s} s ({summary['steps']} steps, {summary['engine']} x {summary['world_size']}), "
       f"evaluation {evaluate_s} s")
-print(f"student   {folder / 'student'}\nmetrics   {folder / 'metrics.jsonl'}\npicture   {folder / 'samples.png'}")
+print(f"student   {folder / 'student'}\nmetrics   {folder / 'metrics.jsonl'}\npicture   {folder / 'samples.png'}\n"
+      f"report    {folder / 'report.html'}")
 PY

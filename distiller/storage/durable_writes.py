@@ -23,7 +23,7 @@ def write_durably(file: Path, text: str) -> None:
             stream.flush()
             sync(stream.fileno())
         temporary.replace(file)
-    except OSError:
+    except BaseException:
         # A part of it would fill the disk further.
         with contextlib.suppress(OSError):
             temporary.unlink()

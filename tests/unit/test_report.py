@@ -423,6 +423,17 @@ class TestTraining:
         assert (session["first_step"], session["engine"], session["world_size"]) == (1, "single", 1)
         assert session["gpus"] == []
 
+    def test_a_resumed_session_adds_its_entry(self, make_recipe, fresh):
+        commands.train(make_recipe(train={"max_steps": 2}), False)
+        fresh()
+        recipe = make_recipe(train={"max_steps": 4})
+        commands.train(recipe, True)
+        folder = Path(recipe.output_dir)
+        assert [session["first_step"] for session in read_sessions(folder)] == [1, 3]
+        page = Page(folder / "report.html")
+        assert series(page.figures()["Training loss"], "loss")[0] == [1, 2, 3, 4]
+        assert "All 2 sessions" in page.texts["caption"]
+
     def test_it_can_be_turned_off_and_a_failure_ends_no_run(self, make_recipe, capsys, monkeypatch, fresh):
         recipe = make_recipe(train={"max_steps": 2}, tracking={"report": False})
         commands.train(recipe, False)
