@@ -40,7 +40,8 @@ def test_the_wheel_has_no_tests_and_all_data(installed):
     packages = {path.name for path in installed.iterdir()}
     assert packages == {"distiller", next(name for name in packages if name.endswith(".dist-info"))}
     for part in ("recipes/digits-wan.yaml", "assets/digits-wan/model_index.json", "assets/digits-prompts.txt",
-                 "accelerate_configs/zero3_offload.yaml", "ds_configs/zero3_offload.json"):  # fmt: skip
+                 "accelerate_configs/zero3_offload.yaml", "ds_configs/zero3_offload.json",
+                 "report/page.css", "report/page.js"):  # fmt: skip
         assert (installed / "distiller" / part).is_file()
 
 
@@ -55,3 +56,6 @@ def test_it_trains_from_an_empty_folder(installed, tmp_path):
     summary = json.loads((tmp_path / "outputs" / "digits-wan" / "summary.json").read_text())
     assert summary["steps"] == 3
     assert (tmp_path / "outputs" / "digits-wan" / "samples.png").is_file()
+    assert (tmp_path / "outputs" / "digits-wan" / "report.html").is_file()
+    (session,) = json.loads((tmp_path / "outputs" / "digits-wan" / "environment.json").read_text())
+    assert (session["engine"], session["world_size"]) == ("ddp", 2)
