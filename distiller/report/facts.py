@@ -50,6 +50,7 @@ def run_facts(run: RunFiles) -> Rows:
         ("GPUs", gpus_of(session)),
         ("Samples seen", None if samples is None else shown(int(samples))),
         ("Final loss" if run.is_finished else "Newest loss", _known(run.last("loss"))),
+        ("Held-out loss", _held_out(run)),
         ("Time of an update, median", _with_unit(run.settled("perf/step_ms"), "ms")),
         ("Throughput", _with_unit(throughput(run), "samples/s")),
         ("Took", duration(seconds) if is_number(seconds) else None),
@@ -163,6 +164,15 @@ def _time(value: Any) -> str:
 
 def _setting(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else shown(value)
+
+
+def _held_out(run: RunFiles) -> str | None:
+    """The newest and the lowest loss on held-out data."""
+    steps, losses = run.series("eval/loss")
+    if not losses:
+        return None
+    lowest = min(losses)
+    return f"{shown(losses[-1])} at update {steps[-1]:,}; lowest {shown(lowest)} at {steps[losses.index(lowest)]:,}"
 
 
 def _student(run: RunFiles) -> str | None:

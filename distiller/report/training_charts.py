@@ -41,18 +41,14 @@ def line_of(run: RunFiles, metric: str, name: str | None = None) -> Line:
 
 def loss_charts(run: RunFiles) -> Iterator[Chart]:
     """The training loss with its terms, and the held-out loss with those of its parts."""
-    names = run.metric_names()
-    loss = run.series("loss")
-    # A single term is the loss itself.
-    terms = [name for name in names if name.startswith("loss/") and run.series(name) != loss]
-    training = [name for name in ("loss", *terms) if name in names]
-    held_out = [name for name in names if name == "eval/loss" or name.startswith("eval/loss/")]
-    if training:
-        lines = tuple(line_of(run, name) for name in training)
-        yield Chart("Training loss", UPDATE, "loss", lines, may_be_logarithmic=True)
-    if held_out:
-        lines = tuple(line_of(run, name) for name in held_out)
-        yield Chart("Held-out loss", UPDATE, "loss", lines, may_be_logarithmic=True)
+    for title, loss in (("Training loss", "loss"), ("Held-out loss", "eval/loss")):
+        # A single term is the loss itself.
+        terms = [
+            name for name in run.metric_names() if name.startswith(f"{loss}/") and run.series(name) != run.series(loss)
+        ]
+        lines = tuple(line_of(run, name) for name in (loss, *terms) if run.last(name) is not None)
+        if lines:
+            yield Chart(title, UPDATE, "loss", lines, may_be_logarithmic=True)
 
 
 def other_charts(run: RunFiles) -> Iterator[tuple[str, Chart]]:

@@ -136,6 +136,7 @@ class TestOneRun:
         text = " ".join(page.texts["main"][0].split())
         for words in (
             "finished after 40 updates", "1,000,000 parameters (25.0% of the teacher's)", "2 x NVIDIA H200 (139.8 GiB)",
+            "0.0625 at update 40; lowest 0.0625 at 40",
             "2 of 40 updates were skipped", "Predicted time of an update, median: 80 ms; measured: 100 ms", "node-2",
             "with changes that are not committed", "teacher: in the snow", "Samples after update 20", "-1.4%, close",
         ):  # fmt: skip
