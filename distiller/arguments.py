@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,15 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
     evaluate.add_argument(
         "overrides", nargs="*", default=[], metavar="key.sub=value", help="for example evaluation.num_samples=1000"
     )
+    for side, word in (("min", "below"), ("max", "above")):
+        evaluate.add_argument(
+            f"--{side}",
+            action="append",
+            default=[],
+            type=_bound,
+            metavar="FIGURE=NUMBER",
+            help=f"exit 3 where this figure of the report lies {word} the number; nested ones as a.b; may be repeated",
+        )
     evaluate.set_defaults(run=handlers["evaluate"])
 
     sample = commands.add_parser(
@@ -156,3 +166,15 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
     configs.add_argument("folder", nargs="?", type=Path, help="copy accelerate_configs/ and ds_configs/ into it")
     configs.set_defaults(run=handlers["configs"])
     return parser
+
+
+def _bound(text: str) -> tuple[str, float]:
+    """`FIGURE=NUMBER` as a pair; the name of a figure may hold dots, spaces and equals signs."""
+    key, sign, number = text.rpartition("=")
+    try:
+        bound = float(number) if sign and key else math.nan
+    except ValueError:
+        bound = math.nan
+    if not math.isfinite(bound):
+        raise argparse.ArgumentTypeError(f"given '{text}'; give FIGURE=NUMBER, for example size_ratio=4")
+    return key, bound

@@ -208,7 +208,7 @@ def _evaluate(options: argparse.Namespace, stops: StopSignals) -> None:
 
     # So that a checkpoint's exported student is removed again.
     stops.listen(is_training=False)
-    commands.evaluate(options.run_dir, options.overrides)
+    commands.evaluate(options.run_dir, options.overrides, commands.make_gates(options.min, options.max))
 
 
 def _sample(options: argparse.Namespace, stops: StopSignals) -> None:

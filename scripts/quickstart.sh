@@ -23,7 +23,7 @@ summary = json.loads((folder / "summary.json").read_text())
 result = summary["evaluation"]
 rows = [
     ("", "teacher", "student"),
-    ("parameters", f"{result['teacher_params']:,}", f"{result['student_params']:,}"),
+    ("parameters", f"{result['teacher_parameters']:,}", f"{result['student_parameters']:,}"),
     ("forward pass, batch 50", f"{result['teacher_forward_ms']:.0f} ms", f"{result['student_forward_ms']:.0f} ms"),
     (f"recognised of {result['num_samples']}", f"{result['teacher_recognised']:.1%}", f"{result['student_recognised']:.1%}"),
 ]

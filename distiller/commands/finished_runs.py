@@ -4,40 +4,51 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from distiller.build import build_task
+from distiller.commands.gates import Gate, check_keys, figures_of
 from distiller.commands.run_reading import exported_student, open_run, run_folder_of
 from distiller.distributed.devices import best_device, teacher_dtype
 from distiller.errors import QualityGateError, RunError, UserError
 from distiller.export import export_checkpoint, find_checkpoint
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
+from distiller.tasks.cost_figures import describe_cost
 from distiller.tasks.interfaces import Evaluable, Samplable
 
 
-def evaluate(given: Path, overrides: list[str]) -> None:
+def evaluate(given: Path, overrides: list[str], gates: Sequence[Gate] = ()) -> None:
     """Compares student and teacher, prints a table and stores the figures.
 
     Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json.
+
+    Raises:
+        UserError: a gate is on a figure that the report has not.
+        QualityGateError: a gate, or one of the recipe's, is missed; the figures are printed and stored all the same.
     """
     run, device = open_run(given, "evaluate", overrides), best_device()
     task = build_task(run.recipe)
     if not isinstance(task, Evaluable):
         raise UserError(f"distiller evaluate: task.kind {run.recipe.task.kind} has no evaluation")
+    check_keys(gates, task.figures())
     summary = _summary(run.folder)
     with exported_student(run, task) as (folder, step):
         report = task.evaluate(folder, teacher_dtype(run.recipe.teacher.dtype, device), device)
     # Before they are stored: hours of work must not be lost with a disk.
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")
+    print(describe_cost(report))
     try:
         _store(run.folder, report, step, summary)
     except OSError as error:
         raise RunError(f"{run.folder}: the figures above cannot be stored ({error.strerror or error})") from error
-    if (missed := task.missed_gate(report)) is not None:
+    figures = figures_of(report)
+    misses = [task.missed_gate(report), *(gate.describe_miss(figures) for gate in gates)]
+    if missed := "; ".join(miss for miss in misses if miss is not None):
         raise QualityGateError(missed)
 
 
@@ -97,12 +108,13 @@ def _free_file(file: Path) -> Path:
 
 
 def _flat_rows(report: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """The figures under the dotted names by which `--min` and `--max` take them."""
     rows = []
     for name, value in report.items():
         if value is None:
             continue
         if isinstance(value, dict):
-            rows += _flat_rows(value, f"{prefix}{name}, ")
+            rows += _flat_rows(value, f"{prefix}{name}.")
         else:
             rows.append((f"{prefix}{name}", f"{value:.4g}" if isinstance(value, float) else f"{value}"))
     return rows

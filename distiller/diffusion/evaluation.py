@@ -28,10 +28,15 @@ from distiller.diffusion.samples import draw_student, student_predictor, student
 from distiller.diffusion.sampling import draw, guided_predictor
 from distiller.diffusion.sampling_inputs import SamplingInputs
 from distiller.diffusion.text import embed
+from distiller.tasks.cost_figures import SIZE_FIGURES
 from distiller.teachers.base import Request, Teacher
 
 NUM_BANDS = 4
 """Equal ranges of the share of noise, for each of which an error is reported."""
+SPEED_FIGURES = (
+    *("teacher_forward_ms", "student_forward_ms", "teacher_samples_per_s", "student_samples_per_s", "speed_ratio"),
+)
+"""Of one forward pass; `speed_ratio` is how many times as many samples the student computes in a second."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +111,8 @@ def compare(
 
     Returns:
         the report, for JSON: `velocity_mse` (or `noise_mse` or `v_mse`) by range of the share of noise;
-        `velocity_mse_last_step`; `velocity_relative`, ||s - t||^2 / ||t||^2; `final_latent_mse`; the times of a forward
-        pass in ms, and their ratio; and with a judge the share of recognised pictures (of a video: its first
-        frame), 0 to 1, of each model.
+        `velocity_mse_last_step`; `velocity_relative`, ||s - t||^2 / ||t||^2; `final_latent_mse`; `SPEED_FIGURES`; and
+        with a judge the share of recognised pictures (of a video: its first frame), 0 to 1, of each model.
     """
     recipe, family, process = comparison.recipe, comparison.family, comparison.process
     pipeline = family.load_pipeline(comparison.student)
@@ -156,6 +160,20 @@ def compare(
     return report
 
 
+def figure_names(recipe: DiffusionRecipe, process: NoiseProcess) -> tuple[str, ...]:
+    """Dotted keys of the numbers in the report of a recipe. Reads the scheduler's settings."""
+    quantity, timesteps = process.quantity, process.timesteps(recipe.sampling.num_steps)
+    bands = [f"{quantity}_mse.{_band_name(process, band)}" for band in sorted({_band(process, t) for t in timesteps})]
+    errors = [*bands, f"{quantity}_mse_last_step", f"{quantity}_relative", "final_latent_mse"]
+    recognised = ["teacher_recognised", "student_recognised"] if recipe.evaluation.judge != "none" else []
+    return ("num_samples", "num_inference_steps", *errors, *recognised, *SPEED_FIGURES, *SIZE_FIGURES)
+
+
+def main_figure(recipe: DiffusionRecipe, process: NoiseProcess) -> str:
+    """The name of the figure that says most about the student's quality."""
+    return "student_recognised" if recipe.evaluation.judge != "none" else f"{process.quantity}_relative"
+
+
 def _seed_steps(pipeline: Any, sampling_inputs: SamplingInputs) -> None:
     """Makes the scheduler's steps draw their noise from the samples' generators; not all pipelines pass them on."""
     step = type(pipeline.scheduler).step
@@ -178,8 +196,7 @@ class _Errors:
         Every sample counts equally, since the last batch may be smaller than the others.
         """
         errors = (student.float() - teacher).square().flatten(1).mean(1).tolist()
-        band = min(int(NUM_BANDS * self._process.share_of(timestep)), NUM_BANDS - 1)
-        self._bands[band] += errors
+        self._bands[_band(self._process, timestep)] += errors
         if is_last:
             self._last += errors
         self._error += sum(errors)
@@ -187,10 +204,8 @@ class _Errors:
 
     def by_band(self) -> dict[str, float]:
         """The mean squared error in each range of the share of noise that has any, by its name."""
-        name = self._process.share_name
         return {
-            f"{name} {band / NUM_BANDS:.2f}-{(band + 1) / NUM_BANDS:.2f}": sum(values) / len(values)
-            for band, values in sorted(self._bands.items())
+            _band_name(self._process, band): sum(values) / len(values) for band, values in sorted(self._bands.items())
         }
 
     def last_step(self) -> float:
@@ -200,6 +215,14 @@ class _Errors:
     def relative(self) -> float:
         """The sum of squared errors, divided by that of the teacher's squared predictions."""
         return self._error / self._energy
+
+
+def _band(process: NoiseProcess, timestep: float) -> int:
+    return min(int(NUM_BANDS * process.share_of(timestep)), NUM_BANDS - 1)
+
+
+def _band_name(process: NoiseProcess, band: int) -> str:
+    return f"{process.share_name} {band / NUM_BANDS:.2f}-{(band + 1) / NUM_BANDS:.2f}"
 
 
 def _teacher_trajectory(comparison: Comparison, sampling_inputs: SamplingInputs, errors: _Errors) -> Tensor:
@@ -219,7 +242,7 @@ def _teacher_trajectory(comparison: Comparison, sampling_inputs: SamplingInputs,
 
 
 def _speed(comparison: Comparison, sampling_inputs: SamplingInputs, device: torch.device) -> dict[str, float]:
-    """Median times in ms of one conditional forward pass, and the ratio of the teacher's to the student's.
+    """Median times in ms of one conditional forward pass, the samples a second in it, and the ratio of the speeds.
 
     Measured at the middle of the training schedule with the evaluation's batch size, each model in its own dtype. Of
     two experts, which have the same architecture, the one that is responsible there is measured.
@@ -232,7 +255,8 @@ def _speed(comparison: Comparison, sampling_inputs: SamplingInputs, device: torc
     with torch.no_grad():
         teacher_ms = _median_ms(lambda: comparison.teacher.predict([request]), device)
         student_ms = _median_ms(lambda: predict(sampling_inputs.noise, times[0]), device)
-    return {"teacher_forward_ms": teacher_ms, "student_forward_ms": student_ms, "speed_ratio": teacher_ms / student_ms}
+    samples_per_s = 1e3 * count / teacher_ms, 1e3 * count / student_ms
+    return dict(zip(SPEED_FIGURES, (teacher_ms, student_ms, *samples_per_s, teacher_ms / student_ms), strict=True))
 
 
 def _median_ms(call: Callable[[], Any], device: torch.device, repeats: int = 7) -> float:

@@ -21,7 +21,7 @@ from distiller.diffusion.checks import (
     size_notes,
 )
 from distiller.diffusion.defaults import with_pipeline_defaults
-from distiller.diffusion.evaluation import Comparison, compare, embed_prompts
+from distiller.diffusion.evaluation import Comparison, compare, embed_prompts, figure_names, main_figure
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.judges import check_judge, find_judge
 from distiller.diffusion.long_texts import long_text_notices
@@ -39,6 +39,7 @@ from distiller.distributed.process import is_main_process
 from distiller.distributed.ranks import Ranks
 from distiller.storage.stages import Stage
 from distiller.tasks.base import LossSum
+from distiller.tasks.cost_figures import size_figures
 from distiller.tasks.feature_matching import feature_loss
 from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, HoldsOut, Plannable, Samplable, Staged
@@ -268,6 +269,9 @@ class DiffusionTask(
             rows["student"] = self._draw_student(run_dir, sampling_inputs, device)
             write_grid(rows, prompts, self.family.load_vae(device), run_dir / "samples.png")
 
+    def figures(self) -> tuple[str, ...]:
+        return figure_names(self._recipe, self._process)
+
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
         prompts = [self._source.prompts[i % len(self._source.prompts)] for i in range(count)]
@@ -285,12 +289,8 @@ class DiffusionTask(
             "evaluation.batch_size",
         )
         teacher.close()
-        student_params, teacher_params = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
-        return report | {
-            "student_params": student_params,
-            "teacher_params": teacher_params,
-            "size_ratio": teacher_params / student_params,
-        }
+        num_student, num_teacher = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
+        return report | size_figures(num_student, num_teacher, main_figure(self._recipe, self._process))
 
     def missed_gate(self, report: Mapping[str, Any]) -> str | None:
         gate, reached = self._recipe.evaluation.min_recognised, report.get("student_recognised")

@@ -22,7 +22,7 @@ from distiller.language.checks import check_models, objective_of
 from distiller.language.data.batch import MaskedBatch, TokenSample
 from distiller.language.data.packing import TextData
 from distiller.language.data.source import EVALUATE_OTHERS, LanguageSource
-from distiller.language.evaluation import FrozenModel, compare
+from distiller.language.evaluation import FrozenModel, compare, figure_names
 from distiller.language.exporting import export_student, frozen_model, read_exported
 from distiller.language.generation import generate_greedily, teacher_hidden_states, write_texts
 from distiller.language.loss.targets import HiddenTarget, Target
@@ -37,6 +37,7 @@ from distiller.language.student_module import LanguageStudent, LossInputs, LossT
 from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
+from distiller.tasks.cost_figures import size_figures
 from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import (
     Cacheable,
@@ -286,6 +287,10 @@ class CausalLMTask(
             texts["student"] = self._continue(self._read_student(run_dir, accelerator.device), prompt_ids)
             write_texts(run_dir / "samples.txt", self.files.tokenizer, prompt_ids, texts)
 
+    def figures(self) -> tuple[str, ...]:
+        has_unused_ids = bool(self.network.ids.num_unused(self._student.spec.vocabulary))
+        return figure_names(self._recipe.data.max_length, has_unused_ids)
+
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         rows, evaluation = self._source.held_out(), self._recipe.evaluation
         indices = range(min(len(rows), evaluation.max_rows or len(rows)))
@@ -308,12 +313,9 @@ class CausalLMTask(
                 # A longer row is a batch of its own.
                 smallest=max(rows.lengths[index] for index in indices),
             )
-        student_params, teacher_params = self._student.spec.num_parameters, self.network.num_parameters()
         return report | {
             "improvement": report["untrained_student_perplexity"] / report["student_perplexity"],
-            "student_params": student_params,
-            "teacher_params": teacher_params,
-            "size_ratio": teacher_params / student_params,
+            **size_figures(self._student.spec.num_parameters, self.network.num_parameters(), "kl_divergence"),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "teacher_dtype": str(dtype).removeprefix("torch."),
         }

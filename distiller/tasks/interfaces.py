@@ -183,8 +183,18 @@ class Evaluable(ABC):
     """Can measure a finished student."""
 
     @abstractmethod
+    def figures(self) -> tuple[str, ...]:
+        """Dotted keys of the numbers that the report of `evaluate` may have. Reads no weights. Raises UserError.
+
+        A figure may be missing from a report, or be None, where the data has nothing to compute it from.
+        """
+
+    @abstractmethod
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-        """Compares `run_dir/student` with the teacher on held-out data; one process, JSON-ready figures."""
+        """Compares `run_dir/student` with the teacher on held-out data; one process, JSON-ready figures.
+
+        Among them, for every task, are those of `distiller.tasks.cost_figures` and `speed_ratio`.
+        """
 
     @abstractmethod
     def missed_gate(self, report: Mapping[str, Any]) -> str | None:

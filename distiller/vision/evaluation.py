@@ -15,7 +15,9 @@ from torch.utils.data import DataLoader
 from distiller.data.loader_processes import choose_num_workers, open_loader
 from distiller.data.loading import check_loader_sockets
 from distiller.distributed.ranks import Ranks
+from distiller.tasks.cost_figures import SIZE_FIGURES
 from distiller.teachers.base import Request, Teacher
+from distiller.vision.calibration import Predictions
 from distiller.vision.network import LOGITS
 from distiller.vision.samples import PictureBatch, PictureData, collate
 
@@ -42,7 +44,7 @@ def processes_for(data: PictureData, batch_size: int, given: int | Literal["auto
 def compare(
     teacher: Teacher, student: nn.Module, batches: Iterable[PictureBatch], prepare: Callable[[Tensor], Tensor]
 ) -> dict[str, Any]:
-    """Accuracy and speed of teacher and student, and how often they predict the same class.
+    """Accuracy, calibration and speed of teacher and student, and how often they predict the same class.
 
     Communicates where the teacher's placement does.
 
@@ -52,36 +54,48 @@ def compare(
 
     Returns:
         JSON-ready figures. `agreement` is the share of pictures for which both predict the same class, right or wrong.
-        Throughputs are pictures per second of forward passes with the largest batch.
+        See `Predictions` for the others of each model. Throughputs are pictures per second of forward passes with the
+        largest batch.
     """
-    hits: dict[str, int] = {"teacher": 0, "student": 0}
+    models = {"teacher": Predictions(), "student": Predictions()}
     count, agreed, largest = 0, 0, torch.empty(0)
     for batch in batches:
         count += len(batch.sample_ids)
         pixels = prepare(batch.pixels)
-        teacher_classes = ask_teacher(teacher, pixels, batch.sample_ids).argmax(-1).cpu()
         with torch.no_grad():
-            student_classes = student(pixel_values=pixels).logits.argmax(-1).cpu()
-        hits["teacher"] += int((teacher_classes == batch.labels).sum())
-        hits["student"] += int((student_classes == batch.labels).sum())
-        agreed += int((teacher_classes == student_classes).sum())
+            logits = {
+                "teacher": ask_teacher(teacher, pixels, batch.sample_ids),
+                "student": student(pixel_values=pixels).logits,
+            }
+        classes = {name: model.add(logits[name].cpu(), batch.labels) for name, model in models.items()}
+        agreed += int((classes["teacher"] == classes["student"]).sum())
         largest = pixels if len(pixels) > len(largest) else largest
     ids = tuple(range(len(largest)))
     teacher_speed = _pictures_per_s(lambda: ask_teacher(teacher, largest, ids), largest)
     with torch.no_grad():
         student_speed = _pictures_per_s(lambda: student(pixel_values=largest), largest)
-    accuracies = {name: number / count for name, number in hits.items()}
+    figures = {
+        f"{name}_{figure}": value for name in ("student", "teacher") for figure, value in models[name].figures().items()
+    }
     return {
         "num_samples": count,
-        "student_accuracy": accuracies["student"],
-        "teacher_accuracy": accuracies["teacher"],
-        "accuracy_ratio": accuracies["student"] / accuracies["teacher"] if accuracies["teacher"] else None,
+        **figures,
+        "accuracy_ratio": figures["student_accuracy"] / figures["teacher_accuracy"]
+        if figures["teacher_accuracy"]
+        else None,
         "agreement": agreed / count,
         "student_samples_per_s": student_speed,
         "teacher_samples_per_s": teacher_speed,
         "speed_ratio": student_speed / teacher_speed,
         "batch_size": len(largest),
     }
+
+
+def figure_names(num_classes: int) -> tuple[str, ...]:
+    """Keys of the numbers in a report on so many classes."""
+    each = [f"{model}_{name}" for model in ("student", "teacher") for name in Predictions.figure_names(num_classes)]
+    speeds = ("student_samples_per_s", "teacher_samples_per_s", "speed_ratio", "batch_size")
+    return ("num_samples", *each, "accuracy_ratio", "agreement", *speeds, *SIZE_FIGURES)
 
 
 def ask_teacher(teacher: Teacher, pixels: Tensor, sample_ids: Sequence[int]) -> Tensor:

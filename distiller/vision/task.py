@@ -21,13 +21,14 @@ from distiller.errors import UserError
 from distiller.storage.stages import Stage
 from distiller.tasks.activation_checkpointing import enable_checkpointing
 from distiller.tasks.base import LossSum
+from distiller.tasks.cost_figures import size_figures
 from distiller.tasks.fitting_batch import with_fitting_batch
 from distiller.tasks.interfaces import CacheableWhole, Checkable, Evaluable, HoldsOut, Plannable, Samplable, Staged
 from distiller.tasks.student_module import TrainedStudent
 from distiller.teachers.base import Outputs, Request, Teacher
 from distiller.teachers.factory import open_alone
 from distiller.vision.converted import converted_files
-from distiller.vision.evaluation import ask_teacher, compare, open_held_out, processes_for
+from distiller.vision.evaluation import ask_teacher, compare, figure_names, open_held_out, processes_for
 from distiller.vision.files import Processor, find_classifier, find_folder, read_config
 from distiller.vision.network import LOGITS, ClassifierNetwork
 from distiller.vision.objective import Compared, Objective
@@ -231,6 +232,9 @@ class ClassificationTask(
             grid = prediction_grid(pictures, self._files.labels, batch.labels.tolist(), predictions)
             grid.save(run_dir / "samples.png")
 
+    def figures(self) -> tuple[str, ...]:
+        return figure_names(len(self._files.labels))
+
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
         options, held_out = self._recipe.evaluation, self._source.held_out
         if not len(held_out):
@@ -252,9 +256,7 @@ class ClassificationTask(
         teacher.close()
         num_student, num_teacher = sum(p.numel() for p in student.parameters()), self.network.num_parameters()
         return report | {
-            "student_params": num_student,
-            "teacher_params": num_teacher,
-            "size_ratio": num_teacher / num_student,
+            **size_figures(num_student, num_teacher, "accuracy_ratio"),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             "teacher_dtype": str(dtype).removeprefix("torch."),
         }

@@ -33,10 +33,12 @@ from transformers import (
 
 from distiller import commands
 from distiller.checkpoint.reading import CheckpointReader
+from distiller.commands.gates import figures_of
 from distiller.config.classification import ClassificationData
 from distiller.config.loading import parse
 from distiller.errors import UserError
 from distiller.tasks import open_task
+from distiller.tasks.cost_figures import SIZE_FIGURES
 from distiller.teachers.base import Request
 from distiller.teachers.factory import open_teacher
 from distiller.vision import evaluation
@@ -400,6 +402,8 @@ class TestRuns:
         assert state[f"{name}.running_mean"].abs().max() > 1e-4
         commands.evaluate(folder, [])
         report = json.loads((folder / "summary.json").read_text())["evaluation"]
+        assert set(figures_of(report)) == set(parse_task(data).figures())
+        assert report["student_parameters"] == sum(parameter.numel() for parameter in student.parameters())
         assert report["num_samples"] == 6
         assert report["size_ratio"] > 1
         assert 0 <= report["agreement"] <= 1
@@ -638,10 +642,12 @@ class TestRuns:
         pixels = pixels[..., None, None].float()
         parts = [PictureBatch(tuple(ids), pixels[list(ids)], labels[list(ids)]) for ids in (range(3), range(3, 5))]
         report = evaluation.compare(teacher, cast(Any, student), parts, lambda pixels: pixels)
-        assert {name: figure for name, figure in report.items() if "_per_s" not in name and name != "speed_ratio"} == {
+        left_out = ("_per_s", "speed_ratio", "likelihood", "calibration")
+        assert {name: figure for name, figure in report.items() if not any(word in name for word in left_out)} == {
             "num_samples": 5, "student_accuracy": 0.4, "teacher_accuracy": 0.8, "accuracy_ratio": 0.5,
             "agreement": 0.6, "batch_size": 3,
         }  # fmt: skip
+        assert {*report, *SIZE_FIGURES} == set(evaluation.figure_names(3))
 
     @pytest.mark.parametrize(("pass_s", "num_passes"), [(0.25, 5), (0.0625, 8)])
     def test_speed_is_of_five_passes_or_of_as_many_as_half_a_second_holds(self, monkeypatch, pass_s, num_passes):

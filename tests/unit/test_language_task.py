@@ -16,6 +16,7 @@ from distiller import commands
 from distiller.build import build_task
 from distiller.cache.key import content_key, first_difference
 from distiller.commands.caching import make_cache
+from distiller.commands.gates import figures_of
 from distiller.config.loading import parse
 from distiller.errors import QualityGateError, UserError
 from distiller.language.data.batch import IGNORED, MaskedBatch
@@ -246,16 +247,16 @@ def test_nothing_but_the_text_needs_no_teacher(make_recipe):
 
 
 def test_figures_are_those_of_the_library(make_recipe, tmp_path, teacher, capsys):
-    """Perplexities, divergence and agreement, from the library's own logits of each row alone."""
+    """Perplexities, divergence and agreement, from the library's own logits of each row alone, in float64."""
     folder = run(make_recipe(data={"held_out": 0.3}))
     commands.evaluate(folder, ["evaluation.batch_tokens=64"])
     report = json.loads((folder / "summary.json").read_text())["evaluation"]
     rows = task_of(make_recipe(data={"held_out": 0.3}))._source.held_out()
-    models = {"teacher": teacher, "student": folder / "student"}
-    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in models.items()}
+    files = {"teacher": teacher, "student": folder / "student"}
+    models = {name: AutoModelForCausalLM.from_pretrained(path).eval() for name, path in files.items()}
     models["untrained_student"] = task_of(make_recipe()).build_student().model
     total = dict.fromkeys([*models, "kl", "agreeing"], 0.0)
-    count = 0
+    count, by_position = 0, {}
     for number in range(len(rows)):
         row = rows[0, number]
         keep = row.labels != IGNORED
@@ -263,16 +264,31 @@ def test_figures_are_those_of_the_library(make_recipe, tmp_path, teacher, capsys
         for name, model in models.items():
             with torch.no_grad():
                 hidden = model.base_model(row.input_ids[None]).last_hidden_state[0, keep]
-                logs[name] = (hidden @ model.get_output_embeddings().weight.T).log_softmax(1)
+                logs[name] = (hidden @ model.get_output_embeddings().weight.T).double().log_softmax(1)
             total[name] -= float(logs[name].gather(1, row.labels[keep][:, None]).sum())
         total["kl"] += float((logs["teacher"].exp() * (logs["teacher"] - logs["student"])).sum())
         total["agreeing"] += int((logs["teacher"].argmax(1) == logs["student"].argmax(1)).sum())
         count += int(keep.sum())
+        divergences = (logs["teacher"].exp() * (logs["teacher"] - logs["student"])).sum(1).tolist()
+        agreeing = (logs["teacher"].argmax(1) == logs["student"].argmax(1)).tolist()
+        for position, *values in zip(keep.nonzero().flatten().tolist(), divergences, agreeing, strict=True):
+            band = next(name for name, end in (("0-15", 16), ("16-63", 64), ("64-255", 256)) if position < end)
+            by_position.setdefault(band, []).append(values)
     assert report["num_tokens"] == count
+    assert len(by_position) > 1
+    assert set(report["by_token_position"]) == set(by_position)
+    for band, values in by_position.items():
+        means = [sum(column) / len(values) for column in zip(*values, strict=True)]
+        assert list(report["by_token_position"][band].values()) == pytest.approx(means, rel=1e-4)
     for name in models:
         assert report[f"{name}_perplexity"] == pytest.approx(math.exp(total[name] / count), rel=1e-4)
     assert report["kl_divergence"] == pytest.approx(total["kl"] / count, rel=1e-4)
     assert report["top1_agreement"] == pytest.approx(total["agreeing"] / count)
+    parameters = {name: AutoModelForCausalLM.from_pretrained(path).num_parameters() for name, path in files.items()}
+    assert {name: report[f"{name}_parameters"] for name in parameters} == parameters
+    assert report["size_ratio"] == parameters["teacher"] / parameters["student"]
+    assert report["speed_ratio"] == report["student_tokens_per_s"] / report["teacher_tokens_per_s"]
+    assert set(figures_of(report)) == set(task_of(make_recipe(data={"held_out": 0.3})).figures())
     with pytest.raises(QualityGateError, match=r"times lower than before training, below the gate of 1000"):
         commands.evaluate(folder, ["evaluation.min_improvement=1000"])
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from distiller.commands.gates import figures_of
 from distiller.tasks import open_task
 from tests import reference_diffusion, reference_pipelines
 from tests.reference_rows import FIVE_STEPS
@@ -44,7 +45,9 @@ def test_figures_are_those_of_the_pipelines(folder, tmp_path, pipeline, keys):
     kind = reference_pipelines.kind_of(teacher)
     student, _ = reference_diffusion.build_student(teacher, options)
     student.eval().save_pretrained(tmp_path / "student")
-    report = open_task(recipe).evaluate(tmp_path, torch.float32, CPU)
+    task = open_task(recipe)
+    report = task.evaluate(tmp_path, torch.float32, CPU)
+    assert set(figures_of(report)) == set(task.figures())
 
     prompts = reference_diffusion.read_data(teacher, options)[0][:5]
     negative = options["task"]["guidance"]["negative_prompt"]
@@ -55,6 +58,16 @@ def test_figures_are_those_of_the_pipelines(folder, tmp_path, pipeline, keys):
     as_student: dict[str, Any] = {**options, "sampling": options["sampling"] | {"guidance_scale": scale}}
     ours = reference_pipelines.roll_out(with_student(teacher, student), as_student, prompts, texts, "evaluation")
     assert report["final_latent_mse"] == pytest.approx(mean_square(ours["latents"] - theirs["latents"]), rel=1e-5)
+
+    parameters = [
+        sum(parameter.numel() for parameter in model.parameters()) for model in (student, *experts_of(teacher))
+    ]
+    assert report["student_parameters"] == parameters[0]
+    assert report["teacher_parameters"] == sum(parameters[1:])
+    assert report["size_ratio"] == sum(parameters[1:]) / parameters[0]
+    speeds = report["student_samples_per_s"], report["teacher_samples_per_s"]
+    assert speeds == pytest.approx([3e3 / report[f"{name}_forward_ms"] for name in ("student", "teacher")])
+    assert report["speed_ratio"] == pytest.approx(speeds[0] / speeds[1])
 
     condition = reference_pipelines.stack([texts[prompt] for prompt in prompts])
     empty = reference_pipelines.stack([texts[negative]] * 5)
@@ -74,6 +87,12 @@ def test_figures_are_those_of_the_pipelines(folder, tmp_path, pipeline, keys):
     assert report[f"{name}_relative"] == pytest.approx(sum(errors) / energy, rel=1e-5)
     expected = [sum(values) / len(values) for _, values in sorted(bands.items())]
     assert list(report[f"{name}_mse"].values()) == pytest.approx(expected, rel=1e-5)
+
+
+def experts_of(pipeline: Any) -> list[Any]:
+    """The networks that predict."""
+    parts = [pipeline.components.get(name) for name in ("unet", "transformer", "transformer_2")]
+    return [part for part in parts if part is not None]
 
 
 def with_student(teacher: Any, student: Any) -> Any:
