@@ -4,7 +4,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
-make_environment datasets,deepspeed,demo,dev,plots,quantization
+make_environment datasets,deepspeed,demo,dev,evaluation,plots,quantization
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE HF_HUB_OFFLINE=1
 # DeepSpeed's operators: no test depends on what another program left in the home folder.
 export TORCH_EXTENSIONS_DIR=${TORCH_EXTENSIONS_DIR:-$PWD/.venv/torch_extensions}

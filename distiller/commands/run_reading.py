@@ -32,6 +32,7 @@ ACCEPTED_KEYS = {
     "evaluate": (
         *(*_KEYS_OF_BOTH, "seed", "data.kind", "data.max_samples", "data.max_length", "data.packing", "data.held_out"),
         *("evaluation.judge", "evaluation.num_samples", "evaluation.batch_size", "evaluation.min_recognised"),
+        *("evaluation.seeds", "evaluation.features", "evaluation.clip"),
         *("evaluation.batch_tokens", "evaluation.max_rows", "evaluation.min_improvement"),
         *("evaluation.min_accuracy_ratio", "train.num_workers"),
     ),

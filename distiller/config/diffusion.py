@@ -200,6 +200,19 @@ class DiffusionEvaluation(Evaluation):
 
     judge: Literal["none", "digits"] = Field(default="none", description="who says what a drawing shows")
     num_samples: Positive = Field(default=100, description="drawings of each of teacher and student")
+    seeds: Positive = Field(
+        default=1,
+        description="how many seeds draw that many each; from 2 on every sampled figure is a mean over them, with its "
+        "standard deviation beside it as ..._std",
+    )
+    features: Location | None = Field(
+        default=None,
+        description="folder of an image model of transformers (safetensors, with its image processor), whose pooled "
+        "output fid and kid compare; None = what the judge sees, and without a judge neither is computed",
+    )
+    clip: Location | None = Field(
+        default=None, description="folder of a CLIP model of transformers, for clip_score; None = not computed"
+    )
     batch_size: Positive | None = Field(
         default=None,
         description="drawings a batch; None = about 32,768 tokens, and at most 50 drawings; halved until it fits "

@@ -223,7 +223,7 @@ class Cache(Section):
 
 PATHS = (
     *("output_dir", "cache_dir", "teacher.path", *path_keys()),
-    *("student.path", "student.config", "data.path"),
+    *("student.path", "student.config", "data.path", "evaluation.features", "evaluation.clip"),
 )
 """Keys of a recipe that name files or folders of this machine."""
 

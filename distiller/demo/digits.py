@@ -180,6 +180,7 @@ class DigitJudge(Judge):
     """
 
     picture_size = (IMAGE_SIZE, IMAGE_SIZE)
+    num_features = 64
 
     def __init__(self) -> None:
         """Fits the classifier. Raises UserError where scikit-learn is not installed."""
@@ -210,12 +211,16 @@ class DigitJudge(Judge):
         Raises:
             ValueError: The images have another shape or type.
         """
+        return self._classifier.predict(self.features(images))
+
+    def features(self, images: NDArray[np.uint8]) -> NDArray[np.float64]:
+        """Mean brightness of 8x8 cells, 0 to 16: float64 [N, 64]. Takes and raises what `recognise` does."""
         if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
             raise ValueError(
-                f"recognise() got images of type {images.dtype} and shape {list(images.shape)}, "
-                f"but it judges uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}, 3]"
+                f"the judge got images of type {images.dtype} and shape {list(images.shape)}, "
+                f"but it takes uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}, 3]"
             )
-        return self._classifier.predict(_features(images.mean(axis=-1)))
+        return _features(images.mean(axis=-1))
 
 
 def _features(images: NDArray) -> NDArray[np.float64]:

@@ -20,14 +20,20 @@ from torch import Tensor
 from tqdm import tqdm
 
 from distiller.config.diffusion import DiffusionRecipe, filled
+from distiller.config.sections import flatten
+from distiller.diffusion.drawing_figures import DrawingFigures
+from distiller.diffusion.drawing_measures import Measures, measured_names
 from distiller.diffusion.family import TEXT, Family
-from distiller.diffusion.judges import Judge
 from distiller.diffusion.network import PREDICTION, DiffusionNetwork, inputs_of
+from distiller.diffusion.noise_levels import BANDS, NoiseLevelErrors
+from distiller.diffusion.noise_levels import FIGURES as LEVEL_FIGURES
 from distiller.diffusion.noise_process import NoiseProcess
 from distiller.diffusion.samples import draw_student, student_predictor, student_scales
 from distiller.diffusion.sampling import draw, guided_predictor
 from distiller.diffusion.sampling_inputs import SamplingInputs
+from distiller.diffusion.seed_spread import with_spread
 from distiller.diffusion.text import embed
+from distiller.diffusion.vae import Vae
 from distiller.tasks.cost_figures import SIZE_FIGURES
 from distiller.teachers.base import Request, Teacher
 
@@ -97,76 +103,125 @@ class Comparison:
 def compare(
     comparison: Comparison,
     embedded: PromptEmbeddings,
-    labels: np.ndarray | None,
-    judge: Judge | None,
+    measures: Measures,
     dtype: torch.dtype,
     device: torch.device,
 ) -> dict[str, Any]:
     """Samples every prompt from teacher and student, from the same held-out noise, and compares the results.
 
     Args:
-        labels: the right label of each prompt [N], for the judge.
+        measures: what is measured on finished drawings.
         dtype: the teacher's, for the report.
         device: of sampling and of the VAE.
 
     Returns:
         the report, for JSON: `velocity_mse` (or `noise_mse` or `v_mse`) by range of the share of noise;
-        `velocity_mse_last_step`; `velocity_relative`, ||s - t||^2 / ||t||^2; `final_latent_mse`; `SPEED_FIGURES`; and
-        with a judge the share of recognised pictures (of a video: its first frame), 0 to 1, of each model.
+        `velocity_mse_last_step`; `velocity_relative`, ||s - t||^2 / ||t||^2; `final_latent_mse`; `by_noise_level`, see
+        `NoiseLevelErrors`; what `measures` measures; `SPEED_FIGURES`. With several seeds, see `with_spread`.
     """
-    recipe, family, process = comparison.recipe, comparison.family, comparison.process
-    pipeline = family.load_pipeline(comparison.student)
+    recipe = comparison.recipe
+    pipeline = comparison.family.load_pipeline(comparison.student)
     pipeline.set_progress_bar_config(disable=True)
-    vae, errors = family.load_vae(device), _Errors(process)
-    shape = family.latent_shape(*recipe.task.size)
-    final_errors: list[float] = []
-    recognised: dict[str, list[bool]] = {"teacher": [], "student": []}
-    speed: dict[str, float] = {}
-    first = 0
-    for positive in tqdm(embedded.batches, desc="evaluate", unit="batch", dynamic_ncols=True):
-        sample_ids = range(first, first + len(positive[TEXT]))
-        first = sample_ids.stop
-        sampling_inputs = SamplingInputs.make(
-            recipe.seed, "evaluation", sample_ids, shape, positive, embedded.negative, device
-        )
-        teacher_latents = _teacher_trajectory(comparison, sampling_inputs, errors)
-        scale, low_noise_scale = student_scales(recipe)
-        if scale == low_noise_scale:
-            _seed_steps(pipeline, sampling_inputs)
-            student_latents = family.draw(pipeline, sampling_inputs, recipe, scale)
-        else:
-            # A pipeline with one network takes one guidance scale.
-            student_latents = draw_student(comparison.network, comparison.student, process, recipe, sampling_inputs)
-        final_errors += (student_latents - teacher_latents).square().flatten(1).mean(1).tolist()
-        if judge is not None and labels is not None:
-            expected = np.asarray([labels[i] for i in sample_ids])
-            for name, latents in (("teacher", teacher_latents), ("student", student_latents)):
-                recognised[name] += (judge.recognise(vae.decode(latents)[:, 0]) == expected).tolist()
-        # Measured on the first batch: the last may be smaller.
-        speed = speed or _speed(comparison, sampling_inputs, device)
-    report: dict[str, Any] = {
-        "num_samples": first,
+    vae = comparison.family.load_vae(device)
+    num_samples, num_seeds = sum(len(batch[TEXT]) for batch in embedded.batches), recipe.evaluation.seeds
+    reports, speed = [], dict[str, float]()
+    with tqdm(total=num_seeds * len(embedded.batches), desc="evaluate", unit="batch", dynamic_ncols=True) as bar:
+        for seed in range(recipe.seed, recipe.seed + num_seeds):
+            drawn = _OfOneSeed(comparison, measures(seed))
+            first = 0
+            for positive in embedded.batches:
+                sample_ids = range(first, first + len(positive[TEXT]))
+                first = sample_ids.stop
+                sampling_inputs = SamplingInputs.make(
+                    seed,
+                    "evaluation",
+                    sample_ids,
+                    comparison.family.latent_shape(*recipe.task.size),
+                    positive,
+                    embedded.negative,
+                    device,
+                )
+                drawn.add(sampling_inputs, pipeline, vae)
+                # Measured on the first batch: the last may be smaller.
+                speed = speed or _speed(comparison, sampling_inputs, device)
+                bar.update()
+            reports.append(drawn.figures())
+    return {
+        "num_samples": num_samples,
+        "num_seeds": num_seeds,
         "num_inference_steps": recipe.sampling.num_steps,
-        f"{process.quantity}_mse": errors.by_band(),
-        f"{process.quantity}_mse_last_step": errors.last_step(),
-        f"{process.quantity}_relative": errors.relative(),
-        "final_latent_mse": sum(final_errors) / len(final_errors),
+        **with_spread(reports),
         **speed,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "teacher_dtype": str(dtype).removeprefix("torch."),
     }
-    for name, hits in recognised.items():
-        report[f"{name}_recognised"] = sum(hits) / len(hits) if hits else None
-    return report
+
+
+class _OfOneSeed:
+    """Draws batches from the noise of one seed, and collects all that is sampled."""
+
+    def __init__(self, comparison: Comparison, measures: Sequence[DrawingFigures]) -> None:
+        self._comparison, self._measures = comparison, measures
+        self._errors = _Errors(comparison.process)
+        self._levels = NoiseLevelErrors(
+            comparison.recipe, comparison.process, comparison.network, comparison.teacher, comparison.student
+        )
+        self._final_errors: list[float] = []
+
+    def add(self, sampling_inputs: SamplingInputs, pipeline: Any, vae: Vae) -> None:
+        """Draws one batch with both models, with the student in `pipeline`."""
+        comparison = self._comparison
+        teacher_latents = _teacher_trajectory(comparison, sampling_inputs, self._errors)
+        self._levels.add(teacher_latents, sampling_inputs)
+        student_latents = _draw_student(comparison, sampling_inputs, pipeline)
+        self._final_errors += (student_latents - teacher_latents).square().flatten(1).mean(1).tolist()
+        if self._measures:
+            drawings = {
+                name: vae.decode(latents)[:, 0]
+                for name, latents in (("teacher", teacher_latents), ("student", student_latents))
+            }
+            for measure in self._measures:
+                measure.add(drawings, sampling_inputs.seeds[2])
+
+    def figures(self) -> dict[str, Any]:
+        """All figures of this seed; those of a judge are None without one."""
+        quantity = self._comparison.process.quantity
+        report: dict[str, Any] = {
+            f"{quantity}_mse": self._errors.by_band(),
+            f"{quantity}_mse_last_step": self._errors.last_step(),
+            f"{quantity}_relative": self._errors.relative(),
+            "final_latent_mse": sum(self._final_errors) / len(self._final_errors),
+            "by_noise_level": self._levels.figures(),
+            "teacher_recognised": None,
+            "student_recognised": None,
+        }
+        for measure in self._measures:
+            report |= measure.figures()
+        return report
+
+
+def _draw_student(comparison: Comparison, sampling_inputs: SamplingInputs, pipeline: Any) -> Tensor:
+    recipe = comparison.recipe
+    scale, low_noise_scale = student_scales(recipe)
+    if scale == low_noise_scale:
+        _seed_steps(pipeline, sampling_inputs)
+        return comparison.family.draw(pipeline, sampling_inputs, recipe, scale)
+    # A pipeline with one network takes one guidance scale.
+    return draw_student(comparison.network, comparison.student, comparison.process, recipe, sampling_inputs)
 
 
 def figure_names(recipe: DiffusionRecipe, process: NoiseProcess) -> tuple[str, ...]:
     """Dotted keys of the numbers in the report of a recipe. Reads the scheduler's settings."""
     quantity, timesteps = process.quantity, process.timesteps(recipe.sampling.num_steps)
-    bands = [f"{quantity}_mse.{_band_name(process, band)}" for band in sorted({_band(process, t) for t in timesteps})]
-    errors = [*bands, f"{quantity}_mse_last_step", f"{quantity}_relative", "final_latent_mse"]
-    recognised = ["teacher_recognised", "student_recognised"] if recipe.evaluation.judge != "none" else []
-    return ("num_samples", "num_inference_steps", *errors, *recognised, *SPEED_FIGURES, *SIZE_FIGURES)
+    bands = sorted({_band(process, timestep) for timestep in timesteps})
+    sampled: dict[str, Any] = {
+        f"{quantity}_mse": {_band_name(process, band): 0.0 for band in bands},
+        **dict.fromkeys((f"{quantity}_mse_last_step", f"{quantity}_relative", "final_latent_mse"), 0.0),
+        "by_noise_level": {name: dict.fromkeys(LEVEL_FIGURES, 0.0) for name in BANDS},
+        **dict.fromkeys(measured_names(recipe), 0.0),
+    }
+    names = flatten(with_spread([sampled] * recipe.evaluation.seeds))
+    return ("num_samples", "num_seeds", "num_inference_steps", *names, *SPEED_FIGURES, *SIZE_FIGURES)
 
 
 def main_figure(recipe: DiffusionRecipe, process: NoiseProcess) -> str:

@@ -21,6 +21,9 @@ class Judge(ABC):
     picture_size: ClassVar[tuple[int, int]]
     """Height and width of the pictures that it takes, in pixels."""
 
+    num_features: ClassVar[int]
+    """Length of the vectors that `features` returns."""
+
     @staticmethod
     @abstractmethod
     def prompts(count: int, seed: int) -> tuple[list[str], np.ndarray]:
@@ -29,6 +32,10 @@ class Judge(ABC):
     @abstractmethod
     def recognise(self, images: np.ndarray) -> np.ndarray:
         """The labels [N] of pictures, uint8 [N, H, W, 3]."""
+
+    @abstractmethod
+    def features(self, images: np.ndarray) -> np.ndarray:
+        """What it judges pictures by, uint8 [N, H, W, 3]: float64 [N, num_features]."""
 
 
 def find_judge(name: str) -> type[Judge]:

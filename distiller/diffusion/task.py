@@ -21,6 +21,7 @@ from distiller.diffusion.checks import (
     size_notes,
 )
 from distiller.diffusion.defaults import with_pipeline_defaults
+from distiller.diffusion.drawing_measures import check_measures, open_measures
 from distiller.diffusion.evaluation import Comparison, compare, embed_prompts, figure_names, main_figure
 from distiller.diffusion.families import find_pipeline
 from distiller.diffusion.judges import check_judge, find_judge
@@ -270,21 +271,24 @@ class DiffusionTask(
             write_grid(rows, prompts, self.family.load_vae(device), run_dir / "samples.png")
 
     def figures(self) -> tuple[str, ...]:
+        check_measures(self._recipe)
         return figure_names(self._recipe, self._process)
 
     def evaluate(self, run_dir: Path, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+        check_measures(self._recipe)
         count, labels, judge = self._recipe.evaluation.num_samples, None, None
         prompts = [self._source.prompts[i % len(self._source.prompts)] for i in range(count)]
         if (name := self._recipe.evaluation.judge) != "none":
             judge_class = find_judge(name)
             prompts, labels = judge_class.prompts(count, self._recipe.seed)
             judge = judge_class()
+        measures = open_measures(self._recipe, prompts, judge, labels, device)
         student = load_student(self.family.architecture, run_dir, self._length, device)
         embedded = embed_prompts(self.family, self._recipe, prompts, dtype, device)
         teacher = open_alone(self.network, self._recipe, dtype, device)
         comparison = Comparison(self._recipe, self.family, self._process, self.network, teacher, student)
         report = with_fitting_batch(
-            lambda size: compare(comparison, embedded.split(size), labels, judge, dtype, device),
+            lambda size: compare(comparison, embedded.split(size), measures, dtype, device),
             filled(self._recipe.evaluation.batch_size),
             "evaluation.batch_size",
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -87,6 +88,68 @@ def test_figures_are_those_of_the_pipelines(folder, tmp_path, pipeline, keys):
     assert report[f"{name}_relative"] == pytest.approx(sum(errors) / energy, rel=1e-5)
     expected = [sum(values) / len(values) for _, values in sorted(bands.items())]
     assert list(report[f"{name}_mse"].values()) == pytest.approx(expected, rel=1e-5)
+    conditions = [texts[prompt] for prompt in prompts]
+    levels = errors_by_level(teacher, student, options, theirs["latents"], conditions, texts[negative], scale)
+    assert list(report["by_noise_level"]) == ["0.0-0.2", "0.2-0.4", "0.4-0.6", "0.6-0.8", "0.8-1.0"]
+    for figures, expected in zip(report["by_noise_level"].values(), levels, strict=True):
+        assert figures == pytest.approx(expected, rel=1e-4)
+
+
+def errors_by_level(
+    teacher: Any, student: Any, options: Any, latents: torch.Tensor, conditions: list[Any], empty: Any, scale: float
+) -> list[dict[str, float]]:
+    """Sample by sample, of each fifth of the noise levels; `scale` is the student's guidance."""
+    kind, boundary = reference_pipelines.kind_of(teacher), teacher.config.get("boundary_ratio")
+    experts, found = experts_of(teacher), []
+    for band in range(5):
+        error = energy = cosine = 0.0
+        for i, (x0, condition) in enumerate(zip(latents, conditions, strict=True)):
+            draws = options["seed"], 0, i, f"evaluation level {band}"
+            sigma = (band + reference_diffusion.uniform(*draws)) / 5
+            noise = torch.randn(x0.shape, generator=reference_pipelines.generator(*draws))
+            noisy, timestep, _ = reference_diffusion.noised(teacher, x0, noise, sigma)
+            inputs = noisy[None], torch.tensor([float(timestep)])
+
+            def ask(model: Any, by: float, inputs: Any = inputs, condition: Any = condition) -> torch.Tensor:
+                with torch.no_grad():
+                    blank = reference_pipelines.predict(kind, model, *inputs, reference_pipelines.stack([empty]))
+                    full = reference_pipelines.predict(kind, model, *inputs, reference_pipelines.stack([condition]))
+                return (blank + by * (full - blank)).double().flatten()
+
+            expert = experts[0 if boundary is None or timestep >= boundary * 1000 else 1]
+            theirs, ours = ask(expert, options["sampling"]["guidance_scale"]), ask(student, scale)
+            error += float((ours - theirs) @ (ours - theirs))
+            energy += float(theirs @ theirs)
+            cosine += float(ours @ theirs / (ours.norm() * theirs.norm()))
+        found.append({"relative_error": error / energy, "cosine": cosine / len(conditions)})
+    return found
+
+
+def test_several_seeds_give_means_and_deviations(folder, tmp_path):
+    keys = {"evaluation.num_samples": 3}
+    recipe = recipe_of(folder, "sd", tmp_path, keys)
+    teacher = reference_pipelines.load(str(pipeline_in(folder, "sd")))
+    student, _ = reference_diffusion.build_student(teacher, recipe.model_dump(mode="json"))
+    student.save_pretrained(tmp_path / "student")
+    single = []
+    for seed in (3, 4, 5):
+        task = open_task(recipe_of(folder, "sd", tmp_path, keys | {"seed": seed}))
+        single.append(figures_of(task.evaluate(tmp_path, torch.float32, CPU)))
+    task = open_task(recipe_of(folder, "sd", tmp_path, keys | {"evaluation.seeds": 3}))
+    report = task.evaluate(tmp_path, torch.float32, CPU)
+    figures = figures_of(report)
+    assert set(figures) == set(task.figures())
+    assert figures["num_seeds"] == 3
+    assert figures["num_samples"] == 3
+    assert report["noise_mse_std"].keys() == report["noise_mse"].keys()
+    sampled = [name for name in single[0] if "noise" in name or name == "final_latent_mse"]
+    assert len(sampled) > 10
+    for name in sampled:
+        values = np.array([one[name] for one in single])
+        section, dot, inner = name.partition(".")
+        spread = f"{section}_std.{inner}" if dot and section == "noise_mse" else f"{name}_std"
+        assert figures[name] == pytest.approx(values.mean(), rel=1e-6)
+        assert figures[spread] == pytest.approx(values.std(ddof=1), rel=1e-4)
 
 
 def experts_of(pipeline: Any) -> list[Any]:

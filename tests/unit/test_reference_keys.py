@@ -169,7 +169,8 @@ CHANGES = [
         "optim.fused": False}),
     Change("evaluation", "", {
         "evaluation.judge": "none", "evaluation.num_samples": 3, "evaluation.batch_size": 2,
-        "evaluation.sample_prompts": ["a dog"], "evaluation.min_recognised": None}),
+        "evaluation.sample_prompts": ["a dog"], "evaluation.min_recognised": None, "evaluation.seeds": 2,
+        "evaluation.features": "elsewhere", "evaluation.clip": "elsewhere"}),
 ]  # fmt: skip
 
 
