@@ -120,6 +120,14 @@ def make_parser(handlers: Mapping[str, Handler]) -> Parser:
             metavar="FIGURE=NUMBER",
             help=f"exit 3 where this figure of the report lies {word} the number; nested ones as a.b; may be repeated",
         )
+    evaluate.add_argument(
+        "--lm-eval",
+        metavar="TASK[,TASK]",
+        help="of a language model: run these tasks of lm-evaluation-harness (pip install lm-eval) on the student too",
+    )
+    evaluate.add_argument(
+        "--lm-eval-include", type=Path, metavar="FOLDER", help="with --lm-eval: task files of your own (.yaml)"
+    )
     evaluate.set_defaults(run=handlers["evaluate"])
 
     sample = commands.add_parser(

@@ -203,12 +203,15 @@ def _cache(options: argparse.Namespace, stops: StopSignals) -> None:
 
 
 def _evaluate(options: argparse.Namespace, stops: StopSignals) -> None:
+    if options.lm_eval_include is not None and options.lm_eval is None:
+        raise UserError(f"--lm-eval-include {options.lm_eval_include}: names tasks for --lm-eval, which is not given")
     with collections_paused():
         from distiller import commands
 
     # So that a checkpoint's exported student is removed again.
     stops.listen(is_training=False)
-    commands.evaluate(options.run_dir, options.overrides, commands.make_gates(options.min, options.max))
+    gates = commands.make_gates(options.min, options.max)
+    commands.evaluate(options.run_dir, options.overrides, gates, options.lm_eval, options.lm_eval_include)
 
 
 def _sample(options: argparse.Namespace, stops: StopSignals) -> None:

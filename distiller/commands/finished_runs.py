@@ -11,6 +11,7 @@ from typing import Any
 
 from distiller.build import build_task
 from distiller.commands.gates import Gate, check_keys, figures_of
+from distiller.commands.harness import Harness
 from distiller.commands.run_reading import exported_student, open_run, run_folder_of
 from distiller.distributed.devices import best_device, teacher_dtype
 from distiller.errors import QualityGateError, RunError, UserError
@@ -21,23 +22,47 @@ from distiller.tasks.cost_figures import describe_cost
 from distiller.tasks.interfaces import Evaluable, Samplable
 
 
-def evaluate(given: Path, overrides: list[str], gates: Sequence[Gate] = ()) -> None:
+def evaluate(
+    given: Path,
+    overrides: list[str],
+    gates: Sequence[Gate] = (),
+    harness_tasks: str | None = None,
+    harness_folder: Path | None = None,
+) -> None:
     """Compares student and teacher, prints a table and stores the figures.
 
     Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json.
 
+    Args:
+        given: the run's folder or a checkpoint of it.
+        overrides: keys of the recipe that are given anew.
+        gates: bounds on the figures.
+        harness_tasks: tasks of lm-evaluation-harness, between commas, whose results come under `lm_eval`.
+        harness_folder: further task files of the harness.
+
     Raises:
-        UserError: a gate is on a figure that the report has not.
+        UserError: a gate is on a figure that the report has not; the harness has no such task.
+        RunError: the harness failed; the other figures are printed and stored all the same.
         QualityGateError: a gate, or one of the recipe's, is missed; the figures are printed and stored all the same.
     """
     run, device = open_run(given, "evaluate", overrides), best_device()
     task = build_task(run.recipe)
     if not isinstance(task, Evaluable):
         raise UserError(f"distiller evaluate: task.kind {run.recipe.task.kind} has no evaluation")
-    check_keys(gates, task.figures())
+    harness = None
+    if harness_tasks is not None:
+        harness = Harness.open(run.recipe.task.kind, harness_tasks, harness_folder)
+    check_keys(gates, task.figures(), () if harness is None else ("lm_eval.",))
     summary = _summary(run.folder)
     with exported_student(run, task) as (folder, step):
         report = task.evaluate(folder, teacher_dtype(run.recipe.teacher.dtype, device), device)
+        failure = None
+        if harness is not None:
+            try:
+                report["lm_eval"] = harness.run(folder / "student", device, run.recipe.task.trust_remote_code)
+            except Exception as error:
+                # The harness downloads data sets, and the figures so far may have taken hours.
+                failure = error
     # Before they are stored: hours of work must not be lost with a disk.
     for name, value in _flat_rows(report):
         print(f"{name:<36} {value}")
@@ -46,6 +71,9 @@ def evaluate(given: Path, overrides: list[str], gates: Sequence[Gate] = ()) -> N
         _store(run.folder, report, step, summary)
     except OSError as error:
         raise RunError(f"{run.folder}: the figures above cannot be stored ({error.strerror or error})") from error
+    if failure is not None:
+        reason = f"{type(failure).__name__}: {failure}"
+        raise RunError(f"lm-evaluation-harness failed, the figures above have none of it ({reason})") from failure
     figures = figures_of(report)
     misses = [task.missed_gate(report), *(gate.describe_miss(figures) for gate in gates)]
     if missed := "; ".join(miss for miss in misses if miss is not None):

@@ -79,6 +79,7 @@ NOT_RUN = {
         "--num_processes 2 --main_process_ip 127.0.0.1 --main_process_port 29511 --machine_rank 0 -m distiller train "
         "RECIPE &",
     ],
+    "language-models.md": ["pip install lm-eval"],
     "getting-started.md": ["source .venv/bin/activate"],
     # A teacher is trained first, which the shorter recipes below do not shorten.
     "classification.md": [
