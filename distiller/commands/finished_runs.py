@@ -64,8 +64,10 @@ def evaluate(
                 # The harness downloads data sets, and the figures so far may have taken hours.
                 failure = error
     # Before they are stored: hours of work must not be lost with a disk.
-    for name, value in _flat_rows(report):
-        print(f"{name:<36} {value}")
+    rows = _flat_rows(report)
+    width = max(len(name) for name, _ in rows)
+    for name, value in rows:
+        print(f"{name:<{width}} {value}")
     print(describe_cost(report))
     try:
         _store(run.folder, report, step, summary)
