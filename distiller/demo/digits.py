@@ -211,16 +211,21 @@ class DigitJudge(Judge):
         Raises:
             ValueError: The images have another shape or type.
         """
-        return self._classifier.predict(self.features(images))
+        return self._classifier.predict(_features(_grey(images)))
 
     def features(self, images: NDArray[np.uint8]) -> NDArray[np.float64]:
-        """Mean brightness of 8x8 cells, 0 to 16: float64 [N, 64]. Takes and raises what `recognise` does."""
-        if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
-            raise ValueError(
-                f"the judge got images of type {images.dtype} and shape {list(images.shape)}, "
-                f"but it takes uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}, 3]"
-            )
-        return _features(images.mean(axis=-1))
+        """Mean brightness of 8x8 cells, 0 to 1: float64 [N, 64]. Takes and raises what `recognise` does."""
+        return _features(_grey(images)) / 16
+
+
+def _grey(images: NDArray[np.uint8]) -> NDArray[np.float64]:
+    """The mean over channels of pictures uint8 [N, 64, 64, 3]: [N, 64, 64]. Raises ValueError for others."""
+    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
+        raise ValueError(
+            f"the judge got images of type {images.dtype} and shape {list(images.shape)}, "
+            f"but it takes uint8 [N, {IMAGE_SIZE}, {IMAGE_SIZE}, 3]"
+        )
+    return images.mean(axis=-1)
 
 
 def _features(images: NDArray) -> NDArray[np.float64]:

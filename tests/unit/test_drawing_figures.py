@@ -139,7 +139,7 @@ def test_distances_are_of_all_batches_with_subsets_of_half():
     for part in (slice(0, 8), slice(8, 13)):
         distances.add({name: images[part] for name, images in shown.items()}, range(part.start, part.stop))
     cells = {
-        name: images.astype(np.float64).mean(-1).reshape(-1, 8, 8, 8, 8).mean((2, 4)).reshape(-1, 64) * 16 / 255
+        name: images.astype(np.float64).mean(-1).reshape(-1, 8, 8, 8, 8).mean((2, 4)).reshape(-1, 64) / 255
         for name, images in shown.items()
     }
     assert JudgeFeatures(judge).num_features == 64
