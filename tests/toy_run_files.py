@@ -25,7 +25,7 @@ def metrics_line(step: int, rate: float = 1e-3) -> dict[str, Any]:
         "loss/features": 0.5 / step, "lr": rate, "grad_norm": 1.0 + 1 / step, "optim/loss_scale": None,
         "optim/skipped_steps": 2 if step > 20 else 0, "perf/step_ms": 100.0 * slow, "perf/step_ms_min": 95.0 * slow,
         "perf/step_ms_max": 105.0 * slow, "perf/teacher_ms": 40.0, "perf/student_ms": 45.0, "perf/optimizer_ms": 10.0,
-        "perf/data_ms": 1.0, "perf/samples_per_s": 160.0 / slow, "perf/tokens_per_s": 1600.0 / slow + step,
+        "perf/data_ms": 1.0, "perf/data_ms_min": 0.5, "perf/data_ms_max": 1.5, "perf/samples_per_s": 160.0 / slow, "perf/tokens_per_s": 1600.0 / slow + step,
         "perf/mfu": 0.3, "memory/gpu_peak_gib": 70.0, "memory/gpu_peak_gib_min": 61.0, "memory/gpu_peak_gib_max": 70.0,
         "memory/teacher_gpu_gib": 26.7, "memory/teacher_gpu_gib_all_ranks": 53.4, "memory/teacher_host_gib": 0.0,
         "memory/prefetched_gib": 1.5, "memory/host_rss_gib": 6.0, "memory/host_peak_gib": 9.0,

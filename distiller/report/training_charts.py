@@ -55,7 +55,7 @@ def other_charts(run: RunFiles) -> Iterator[tuple[str, Chart]]:
     """Metric and chart of learning rate, gradient norm, throughput, and of any further metric."""
     names = run.metric_names()
     losses = {name for name in names if name == "loss" or name.startswith(("loss/", "eval/loss"))}
-    left_out = {*losses, *ELSEWHERE, *(name for name, _ in TIME_PARTS)}
+    left_out = {*losses, *ELSEWHERE, *(f"{name}{end}" for name, _ in TIME_PARTS for end in ("", "_min", "_max"))}
     for name in sorted(names, key=lambda name: list(NAMED).index(name) if name in NAMED else len(NAMED)):
         if name in left_out or name.startswith("memory/") or not _is_worth_drawing(run, name):
             continue
@@ -83,7 +83,7 @@ def _is_worth_drawing(run: RunFiles, name: str) -> bool:
 
 
 def time_charts(run: RunFiles) -> Iterator[Chart]:
-    """Rank 0's parts of an update's time, stacked, and the whole time over the ranks, where it is known."""
+    """The parts of an update's time, stacked, and the whole time over the ranks; then each part's slowest rank."""
     lines = [line_of(run, metric, name) for metric, name in TIME_PARTS]
     totals = [
         Line(name, *run.series(metric), is_total=True)
@@ -104,7 +104,8 @@ def time_charts(run: RunFiles) -> Iterator[Chart]:
         for line in lines
         if line.values and (known := dict(zip(line.positions, line.values, strict=True)))
     ]
-    note, highest = "Parts are rank 0's. Where the teacher answers ahead, it computes beside the other parts.", None
+    note = "Parts are means over the ranks. Where the teacher answers ahead, it computes beside the other parts."
+    highest = None
     first, rest = totals[0].values[0], [value for line in totals for value in line.values[1:] if value]
     if first and rest and first > SPIKE * max(rest):
         highest = 1.2 * max(
@@ -112,6 +113,15 @@ def time_charts(run: RunFiles) -> Iterator[Chart]:
         )
         note += f" The first logged update took {shown(float(first))} ms, which is beyond the axis."
     yield Chart("Time of an update", UPDATE, "ms", (*parts, *totals), "areas", note, highest=highest)
+    extremes = []
+    for metric, name in TIME_PARTS:
+        fastest, slowest = line_of(run, f"{metric}_min"), line_of(run, f"{metric}_max")
+        if slowest.values and slowest.values != fastest.values:
+            extremes += [Line(f"{name}, slowest rank", *run.series(f"{metric}_max"))]
+            extremes += [Line(f"{name}, fastest rank", *run.series(f"{metric}_min"))]
+    if extremes:
+        about = "A rank that is slow in one part is waited for in another: the others' student or teacher takes longer."
+        yield Chart("Time of an update by rank", UPDATE, "ms", tuple(extremes), note=about, from_zero=True)
 
 
 def overlaid(
@@ -150,5 +160,5 @@ def overlaid_charts(runs: Sequence[RunFiles]) -> Iterator[Chart]:
             yield chart
     names = [run.name for run in runs]
     parts = tuple(Line(name, names, [run.settled(metric) for run in runs]) for metric, name in TIME_PARTS)
-    note = "Medians over the logged updates but the first; rank 0's."
+    note = "Medians over the logged updates but the first; means over the ranks."
     yield Chart("Time of an update by its parts", "run", "ms", parts, "stacked bars", note)

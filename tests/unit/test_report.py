@@ -99,6 +99,8 @@ class TestOneRun:
             ("Time of an update", "teacher", "perf/teacher_ms"),
             ("Time of an update", "data", "perf/data_ms"),
             ("Time of an update", "slowest rank", "perf/step_ms_max"),
+            ("Time of an update by rank", "data, slowest rank", "perf/data_ms_max"),
+            ("Time of an update by rank", "data, fastest rank", "perf/data_ms_min"),
             ("Memory during training", "GPU peak, emptiest rank", "memory/gpu_peak_gib_min"),
             ("Memory during training", "teacher's answers ahead", "memory/prefetched_gib"),
             ("Skipped updates so far", "optim/skipped_steps", "optim/skipped_steps"),
@@ -106,6 +108,8 @@ class TestOneRun:
             assert series(figures[title], name) == (list(STEPS), [line[metric] for line in lines]), metric
         assert series(figures["Held-out loss"], "eval/loss") == ([20, 40], [0.125, 0.0625])
         assert series(figures["Held-out loss"], "eval/loss/prediction") == ([20, 40], [0.1, 0.05])
+        # Parts whose ranks do not differ have no lines of their own.
+        assert len(figures["Time of an update by rank"]["data"]) == 2
         stacked = [trace["name"] for trace in figures["Time of an update"]["data"] if trace.get("stackgroup")]
         assert stacked == ["teacher", "student", "optimizer", "data"]
 
