@@ -35,6 +35,7 @@ NOT_RUN = {
         "scripts/test.sh",
         "accelerate launch --config_file accelerate_configs/ddp.yaml -m distiller train my-wan.yaml",
     ],
+    "watching.md": ["python scripts/benchmarks/tracking.py --run outputs/watched --step-ms 155"],
     "planning.md": ["python scripts/benchmarks/planner_accuracy.py --results planner.jsonl"],
     "performance.md": [
         "torchrun --nproc_per_node=2 scripts/benchmarks/placements.py --model wan-14b",
