@@ -12,7 +12,6 @@ rm -rf "$out"
 accelerate launch --config_file accelerate_configs/cpu_2proc.yaml -m distiller train digits-wan output_dir="$out"
 trained=$SECONDS
 distiller evaluate "$out" | tee "$out/evaluation.txt"
-distiller report "$out" >/dev/null
 
 python - "$out" $((ready - started)) $((trained - ready)) $((SECONDS - trained)) <<'PY'
 import json, sys

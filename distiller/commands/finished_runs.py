@@ -16,6 +16,7 @@ from distiller.commands.run_reading import exported_student, open_run, run_folde
 from distiller.distributed.devices import best_device, teacher_dtype
 from distiller.errors import QualityGateError, RunError, UserError
 from distiller.export import export_checkpoint, find_checkpoint
+from distiller.report.writing import REPORT_FILE, update_report
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
 from distiller.tasks.cost_figures import describe_cost
@@ -31,7 +32,8 @@ def evaluate(
 ) -> None:
     """Compares student and teacher, prints a table and stores the figures.
 
-    Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json.
+    Of a finished run they go into summary.json, of a checkpoint into evaluation-step-N.json. A report.html that is
+    there is written anew.
 
     Args:
         given: the run's folder or a checkpoint of it.
@@ -73,6 +75,8 @@ def evaluate(
         _store(run.folder, report, step, summary)
     except OSError as error:
         raise RunError(f"{run.folder}: the figures above cannot be stored ({error.strerror or error})") from error
+    if (run.folder / REPORT_FILE).is_file():
+        update_report(run.folder)
     if failure is not None:
         reason = f"{type(failure).__name__}: {failure}"
         raise RunError(f"lm-evaluation-harness failed, the figures above have none of it ({reason})") from failure

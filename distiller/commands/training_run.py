@@ -28,7 +28,7 @@ from distiller.errors import AgreedError, CheckpointError, RunError, StoppedErro
 from distiller.export import export_run
 from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.deepspeed import is_deepspeed_launch
-from distiller.report.writing import report_after_training
+from distiller.report.writing import update_report
 from distiller.run_folder.environment import Session, append_session, describe_session
 from distiller.run_folder.output_dir import SUMMARY_FILE
 from distiller.storage.durable_writes import write_durably
@@ -93,7 +93,7 @@ def train(recipe: Recipe, resume: bool, stops: StopSignals = NO_STOP_SIGNALS, ex
     if run.accelerator.is_main_process:
         summary = _write_summary(run, outcome)
         if recipe.tracking.report:
-            report_after_training(run_dir)
+            update_report(run_dir)
     _close(run)
     if summary is not None:
         print(closing_table(run_dir, summary, outcome.metrics), flush=True)

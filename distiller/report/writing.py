@@ -43,7 +43,7 @@ def report(folders: Sequence[Path], output: Path | None) -> Path:
     return target
 
 
-def report_after_training(folder: Path) -> None:
+def update_report(folder: Path) -> None:
     """Writes RUN/report.html and says where; a failure is one line on stderr. Never raises."""
     file = folder / REPORT_FILE
     try:

@@ -119,6 +119,8 @@ def test_a_language_model_is_measured_as_evaluate_does(recipes, runs, capsys):
     folder = runs("llama", True)
     assert main(["evaluate", str(folder)]) == 0
     figures = json.loads((folder / "summary.json").read_text())["evaluation"]
+    # The page has them from now on.
+    assert f"{figures['kl_divergence']:.4g}" in (folder / "report.html").read_text()
     last = toys.read_metrics(folder)[-1]
     assert last["eval/loss/divergence"] == pytest.approx(figures["kl_divergence"], rel=1e-5)
 

@@ -21,7 +21,7 @@ import pytest
 
 from distiller import commands
 from distiller.cli import main
-from distiller.commands.training_run import report_after_training
+from distiller.commands.training_run import update_report
 from distiller.report.charts import COLOURS, MAX_ROWS, Chart, Line, describe, figure_json, numbers_of
 from distiller.report.numbers import MAX_POINTS, extremes, thinned
 from distiller.report.quality import band_figures, split_side
@@ -304,7 +304,7 @@ class TestErrors:
         monkeypatch.setattr(os, "fsync", full)
         before = sorted(os.listdir(run_dir))
         assert "No space left on device" in self.refuse(capfd, run_dir)
-        report_after_training(run_dir)
+        update_report(run_dir)
         _, err = capfd.readouterr()
         assert err.startswith("warning: ")
         assert "No space left on device" in err
