@@ -51,7 +51,8 @@ GROUPS: dict[str, tuple[Sequence[str], Sequence[str]]] = {
         ("distiller/cache/*.py", "distiller/storage/stages.py", "distiller/data/*.py"),
         (
             *("order", "stages", "cache", "cache_folder", "prompts", "repeated_prompts", "pictures", "folders"),
-            *("reference_keys", "reference_*_keys", "loader_processes", "latents", "data_sets"),
+            *("reference_keys", "reference_*_keys", "loader_processes", "latents", "data_sets", "bad_input"),
+            *("file_modes", "interrupted_stages"),
         ),
     ),
     "language": (

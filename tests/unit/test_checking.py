@@ -13,7 +13,6 @@ from distiller import commands
 from distiller.cli import main
 from distiller.commands import training_run
 from distiller.config.loading import dump, parse
-from distiller.data.pictures import MAX_CHECKED_PICTURES, check_pictures
 from distiller.errors import UserError
 from distiller.storage.weight_files import read_header
 from tests import classifiers
@@ -51,15 +50,6 @@ def test_so_is_one_of_a_classifiers(tmp_path, capsys):
     files[-1].write_bytes(b"")
     with pytest.raises(UserError, match=rf"{files[-1].name} is not a readable image"):
         commands.check(recipe, None)
-
-
-def test_of_many_pictures_evenly_spaced_ones_are_read_with_the_first_and_the_last():
-    seen: list[int] = []
-    assert check_pictures(seen.append, 1000) == f"{MAX_CHECKED_PICTURES} of 1,000 pictures read"
-    assert (seen[0], seen[-1], len(set(seen))) == (0, 999, MAX_CHECKED_PICTURES)
-    seen.clear()
-    assert check_pictures(seen.append, 1) == "1 of 1 pictures read"
-    assert seen == [0]
 
 
 def test_a_run_that_is_there_may_be_continued_and_not_begun(make_recipe, tmp_path, capsys):

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import gc
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import stat
 import subprocess
 import sys
-import tempfile
 from collections import namedtuple
 from collections.abc import Iterator
-from multiprocessing.connection import arbitrary_address
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -24,7 +18,6 @@ import pytest
 from accelerate.state import AcceleratorState, GradientState
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.utils.data import DataLoader, Dataset
 
 from distiller import cli, commands
 from distiller.checkpoint import saving
@@ -33,9 +26,7 @@ from distiller.commands import caching
 from distiller.config.loading import dump
 from distiller.data import rng
 from distiller.data.latents import LatentStore
-from distiller.data.loading import batches_of
-from distiller.distributed.process import initialize_loader_worker
-from distiller.errors import RunError, UserError
+from distiller.errors import RunError
 from distiller.storage import durable_writes
 from tests import toys
 
@@ -85,24 +76,6 @@ def test_a_latents_file_that_disappears_is_named_and_checkpoints_stay(make_recip
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
 
 
-class _Fatal(Dataset[int]):
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, index: int) -> int:
-        os.kill(os.getpid(), signal.SIGKILL)
-        return index
-
-
-def test_a_killed_loader_process_is_one_line():
-    loader = DataLoader(_Fatal(), num_workers=1, worker_init_fn=initialize_loader_worker)
-    with pytest.raises(RunError, match=r"^DataLoader worker \(pid.*\) .*\(a data file that shrank") as caught:
-        next(batches_of(loader))
-    # Its frames keep the loader, and torch would raise for its dead process at every later SIGCHLD.
-    del caught
-    gc.collect()
-
-
 CHILDREN = """
 import multiprocessing, time
 from distiller.distributed.process import end_loader_processes
@@ -120,27 +93,6 @@ def test_a_command_ends_its_loader_processes_and_no_others():
     """A program that calls commands may have children of its own; so have the tests, whose ranks they are."""
     # In a new interpreter: torch handles SIGCHLD where loaders were before. Loader processes are daemonic.
     assert subprocess.check_output([sys.executable, "-c", CHILDREN], text=True).split() == ["-9", "True"]
-
-
-@pytest.mark.parametrize("num_bytes", [75, 76])
-def test_loader_processes_are_refused_where_their_sockets_paths_would_be_too_long(make_recipe, monkeypatch, num_bytes):
-    """Of 76 bytes: there the workers fail, and the loop would wait for them for ever."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as parent:
-        folder = Path(parent, "x" * (num_bytes - len(parent) - 1))
-        own = folder / "pymp-12345678"
-        own.mkdir(parents=True)
-        monkeypatch.setattr(tempfile, "tempdir", str(folder))
-        # As Python keeps it, without the finalizer that would remove it when the test is long over.
-        monkeypatch.setattr(multiprocessing.current_process(), "_config", {"tempdir": str(own)})
-        is_refused = num_bytes == 76
-        too_long = pytest.raises(OSError, match="path too long") if is_refused else contextlib.nullcontext()
-        with socket.socket(socket.AF_UNIX) as listener, too_long:
-            listener.bind(arbitrary_address("AF_UNIX"))
-        recipe = make_recipe(train={"max_steps": 1, "num_workers": 2})
-        words = rf"num_workers is 2 .* {folder}, has a path of 76 bytes, 1 more than .*; set TMPDIR to a shorter"
-        with pytest.raises(UserError, match=words) if is_refused else contextlib.nullcontext():
-            commands.check(recipe, None)
-        commands.check(make_recipe(train={"max_steps": 1, "num_workers": 0}), None)
 
 
 def test_every_metric_of_the_contract_is_on_every_line(make_recipe):

@@ -10,7 +10,7 @@ from PIL import ExifTags, Image
 
 from distiller.config.classification import ClassificationData
 from distiller.data.images import load_image
-from distiller.data.pictures import open_picture, unread_note
+from distiller.data.pictures import MAX_CHECKED_PICTURES, check_pictures, open_picture, unread_note
 from distiller.errors import RunError, UserError
 from distiller.vision.sources import open_pictures
 
@@ -88,6 +88,15 @@ def test_grey_multiplied_by_its_alpha(tmp_path):
     # 2 is grey 10 times 51 / 255.
     assert (open_picture(file, 3) == 206).all()
     assert (open_picture(file, 1) == 206).all()
+
+
+def test_of_16_bit_pixels_those_of_the_key_alone_are_transparent(tmp_path):
+    values = np.full((8, 8), 2570, np.uint16)
+    values[:4] = 25700
+    Image.fromarray(values).save(tmp_path / "key.png", transparency=2570)
+    pixels = open_picture(tmp_path / "key.png", 1)
+    assert (pixels[:4] == 100).all()
+    assert (pixels[4:] == 255).all()
 
 
 @pytest.mark.parametrize("orientation", range(1, 9))
@@ -226,3 +235,26 @@ def test_an_image_is_cut_at_its_centre(tmp_path):
         # Resampling blurs the edges.
         assert pixels[:, 2:6, 2:6].min() > 195
         assert pixels.mean() > 180
+
+
+@pytest.mark.parametrize(("side", "width"), [(16, 8), (4, 2)])
+def test_both_sides_of_an_image_are_scaled_by_the_same_factor(tmp_path, side, width):
+    """To half and to double their size; a bright band becomes four pixels wide, in the middle of dark ones."""
+    wide = np.zeros((side, 4 * side, 3), np.uint8)
+    wide[:, 2 * side - width // 2 : 2 * side + width // 2] = 200
+    for name, picture in (("wide", wide), ("tall", wide.transpose(1, 0, 2))):
+        Image.fromarray(picture).save(tmp_path / f"{name}.png")
+        pixels = (load_image(tmp_path / f"{name}.png", 8, 8) + 1) * 127.5
+        band = pixels[0].mean(0 if name == "wide" else 1)
+        assert band[3:5].min() > 180
+        # Resampling blurs the edges.
+        assert band[[0, 7]].max() < 40
+
+
+def test_of_many_pictures_evenly_spaced_ones_are_read_with_the_first_and_the_last():
+    seen: list[int] = []
+    assert check_pictures(seen.append, 1000) == f"{MAX_CHECKED_PICTURES} of 1,000 pictures read"
+    assert (seen[0], seen[-1], len(set(seen))) == (0, 999, MAX_CHECKED_PICTURES)
+    seen.clear()
+    assert check_pictures(seen.append, 1) == "1 of 1 pictures read"
+    assert seen == [0]
