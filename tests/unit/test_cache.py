@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ from distiller.cache.layout import Layout, samples_per_shard, shard_name
 from distiller.cache.manifest import KEY_FILE, MANIFEST_FILE, Manifest, open_cache, remove_damaged
 from distiller.cache.reading import CachedData
 from distiller.cache.shards import Shard, remove_partial, write_shard
-from distiller.cache.writing import check_free_space, claim, plan_layout
+from distiller.cache.writing import _Keys, check_free_space, claim, plan_layout
 from distiller.data.rng import sample_order
 from distiller.errors import RunError, UserError
+from distiller.storage.stage_folders import CACHED_STAGES
 from distiller.tasks.micro_batch import RepeatedDraws
 from distiller.teachers.base import Request
 from tests.cached_cases import fill_cache
@@ -105,6 +107,9 @@ def test_the_first_field_that_differs_is_named():
     assert first_difference(KEY, KEY) is None
     assert first_difference(KEY, other) == "teacher.dtype is 'float32' there and 'bfloat16' here"
     assert first_difference(KEY, KEY | {"extra": 1}) == "extra is nothing there and 1 here"
+    assert first_difference(KEY | {"extra": 1}, KEY) == "extra is 1 there and nothing here"
+    # In the recipe's order; what the cache alone has is last.
+    assert first_difference({"extra": 1, **other}, other | {"seed": 1}) == "seed is 0 there and 1 here"
 
 
 def test_a_cache_that_fits_is_opened(tmp_path):
@@ -112,6 +117,14 @@ def test_a_cache_that_fits_is_opened(tmp_path):
     manifest = open_cache(folder, KEY, ("hidden",), epochs=2, draws=None)
     assert manifest.layout == LAYOUT
     assert open_cache(folder, KEY, ("hidden", "ids"), epochs=9, draws=2) == manifest
+
+
+def test_outputs_without_draws_serve_any_number_of_passes(tmp_path):
+    """Their key has no seed."""
+    key = {name: value for name, value in KEY.items() if name != "seed"}
+    layout = Layout(10, 1, 4, 3)
+    folder = write_cache(tmp_path / "cache", key, layout)
+    assert open_cache(folder, key, ("hidden",), epochs=9, draws=None).layout == layout
 
 
 @pytest.mark.parametrize(
@@ -140,6 +153,12 @@ def test_a_folder_that_is_no_cache_is_refused(tmp_path):
     (tmp_path / "thesis.tex").touch()
     with pytest.raises(UserError, match="is not empty and is no cache; give a new folder"):
         claim(tmp_path, KEY)
+
+
+def test_hidden_entries_and_copies_of_stages_make_no_other_folder_of_it(tmp_path):
+    (tmp_path / ".nfs0001").touch()
+    (tmp_path / CACHED_STAGES).mkdir()
+    claim(tmp_path, KEY)
 
 
 def test_a_begun_cache_is_gone_on_with_only_for_the_same_key(tmp_path):
@@ -220,6 +239,17 @@ def test_one_rank_writes_every_file_with_the_answers_for_its_samples(tmp_path):
         assert torch.allclose(outputs["output"], tokens[0] @ teacher.weight)
 
 
+def test_the_last_file_of_a_draw_repeats_its_last_sample_in_the_teacher_s_requests():
+    """Five samples in files of four, of which the teacher is asked for two at a time."""
+    layout = Layout(5, 2, 4, 3)
+    groups, first, second = list(_Keys(layout, range(4), 2)), sample_order(3, 0, 5), sample_order(3, 1, 5)
+    assert [len(group) for group in groups] == [2] * 8
+    assert [key for group in groups[:2] for key in group] == [(0, i) for i in first[:4]]
+    assert [key for group in groups[2:4] for key in group] == [(0, first[4])] * 4
+    assert [key for group in groups[4:6] for key in group] == [(1, i) for i in second[:4]]
+    assert [key for group in groups[6:] for key in group] == [(1, second[4])] * 4
+
+
 def test_answers_that_are_not_finite_are_no_cache(tmp_path):
     class Broken(LinearTeacher):
         def predict(self, requests):
@@ -228,6 +258,9 @@ def test_answers_that_are_not_finite_are_no_cache(tmp_path):
     with pytest.raises(RunError, match="the teacher's output is not finite for samples 0, 3, 1, 15"):
         fill_cache(tmp_path / "cache", TokenTask(), Broken(), 4, torch.device("cpu"))
     assert not list((tmp_path / "cache").iterdir())
+    # Of many samples eight are named.
+    with pytest.raises(RunError, match=r"not finite for samples (\d+, ){7}\d+ or the ones beside them"):
+        fill_cache(tmp_path / "large", TokenTask(), Broken(), 16, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -247,3 +280,12 @@ def test_a_disk_without_room_is_refused(tmp_path):
     # With less to store the same folder may be begun.
     fewer = Layout(10, 1, 4, 3)
     assert plan_layout(tmp_path, KEY, fewer, NAMES) == fewer
+
+
+def test_what_just_fits_is_written_and_files_that_are_there_keep_their_key(tmp_path, monkeypatch):
+    folder = write_cache(tmp_path / "cache")
+    monkeypatch.setattr("shutil.disk_usage", lambda place: SimpleNamespace(free=100))
+    check_free_space(folder, 100.0)
+    with pytest.raises(UserError, match="still to be written"):
+        check_free_space(folder, 101.0)
+    assert (folder / KEY_FILE).is_file()

@@ -44,8 +44,15 @@ def test_the_dropped_rest_is_what_whole_updates_leave(batch_size, whole, dropped
     assert (plan.updates_per_epoch, plan.dropped_per_epoch) == (whole, dropped)
 
 
-def test_a_resumed_sampler_goes_on_where_the_other_stopped():
-    assert updates(4, 1, 2, first=2) == updates(4, 1, 2)[2:]
+@pytest.mark.parametrize("first", [2, 3, 4])
+def test_a_resumed_sampler_goes_on_where_the_other_stopped(first):
+    """Within the first epoch, which has three updates, at the start of the second, and within that."""
+    assert updates(4, 1, 2, first=first) == updates(4, 1, 2)[first:]
+
+
+def test_a_sampler_knows_its_number_of_micro_batches():
+    sampler = RankSampler(UpdatePlan(27, 4, 2, 1, seed=5), 0, 2, 5)
+    assert len(sampler) == len(list(sampler)) == 6
 
 
 def test_epochs_and_seeds_have_orders_of_their_own():
@@ -73,7 +80,11 @@ def test_draws_are_recorded():
     """Another value here would change every run's trajectory, and break resuming one across versions."""
     assert rng.sample_order(0, 0, 8) == RECORDED_ORDER
     assert rng.uniform(0, 0, 0, "sigma") == pytest.approx(RECORDED_UNIFORM, abs=1e-15)
+    assert rng.normal(0, 0, 0, "sigma") == pytest.approx(RECORDED_NORMAL, abs=1e-15)
+    assert rng.noise(0, 0, 0, (3,)).tolist() == pytest.approx(RECORDED_NOISE, abs=1e-6)
 
 
 RECORDED_ORDER = [0, 4, 5, 6, 7, 2, 1, 3]
 RECORDED_UNIFORM = 0.40346045865854796
+RECORDED_NORMAL = -0.926209363751625
+RECORDED_NOISE = [0.3996302, 0.68749, -2.2879999]

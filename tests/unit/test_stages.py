@@ -16,7 +16,7 @@ from filelock import FileLock
 
 from distiller.errors import UserError, full_disk
 from distiller.storage.growing_tensors import GrowingTensors
-from distiller.storage.stages import Stage
+from distiller.storage.stages import Stage, digest_of
 from tests import toys
 
 
@@ -121,3 +121,26 @@ def test_results_of_other_keys_are_whole_and_of_this_stage(tmp_path):
     shutil.copytree(next(iter(others)), tmp_path / "drawn-0123456789abcdef.partial")
     (tmp_path / "drawn-unfinished").mkdir()
     assert set(stage.results_of_other_keys) == others
+
+
+def test_a_key_s_digest_knows_no_order_and_is_the_same_in_every_version(tmp_path):
+    """Another one would make every stage anew."""
+    key = {"a": 1, "b": {"c": [1, 2], "d": None}}
+    assert digest_of(key) == digest_of({"b": {"d": None, "c": [1, 2]}, "a": 1}) != digest_of(key | {"a": 2})
+    assert Stage("made", key, tmp_path).folder.name == RECORDED_NAME
+
+
+RECORDED_NAME = "made-475cfd14cc5eabe1"
+
+
+def test_a_copy_that_was_interrupted_is_made_anew(tmp_path):
+    stage = Stage("made", {}, tmp_path / "one")
+    stage.partial.mkdir(parents=True)
+    (stage.partial / "content").touch()
+    stage.finish()
+    begun = tmp_path / "two" / f"{stage.folder.name}.partial"
+    begun.mkdir(parents=True)
+    (begun / "half").touch()
+    stage.copy_into(tmp_path / "two")
+    assert {file.name for file in (tmp_path / "two" / stage.folder.name).iterdir()} == {"content", "key.json"}
+    assert not begun.exists()
