@@ -105,6 +105,22 @@ def test_all_of_a_teachers_parameters_are_counted(task_of, tmp_path):
     assert network.num_parameters() == AutoModelForCausalLM.from_pretrained(folder).num_parameters()
 
 
+@pytest.mark.parametrize("name", ["phi", "untied"])
+def test_an_output_layer_without_data_is_as_the_one_that_is_read(task_of, tmp_path, name):
+    """With a bias and without."""
+    network = task_of(teacher_path=toy_causal_lm.save_model(tmp_path / name, LANGUAGE_MODELS[name])).network
+    for dtype in (torch.float32, torch.bfloat16):
+        planned, read = network.head_without_data(dtype), network.load_head(dtype, torch.device("cpu"))
+        described = [
+            [None if tensor is None else (tensor.shape, tensor.dtype) for tensor in (head.weight, head.bias)]
+            for head in (planned, read)
+        ]
+        assert described[0] == described[1]
+        assert (described[0][1] is None) == (name != "phi")
+        assert (planned.change, planned.ids) == (read.change, read.ids)
+        assert network.head_bytes(dtype) == sum(tensor.nbytes for tensor in planned[:2] if tensor is not None)
+
+
 def test_an_exported_student_has_the_teachers_chat_templates(task_of, teachers, tmp_path):
     folder = shutil.copytree(teachers["llama"], tmp_path / "llama")
     tokenizer = AutoTokenizer.from_pretrained(folder)

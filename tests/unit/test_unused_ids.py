@@ -24,6 +24,7 @@ from distiller.language.loss.chunked_loss import chunked_loss
 from distiller.language.loss.targets import HiddenTarget
 from distiller.language.loss.token_losses import Objective
 from distiller.language.model.logits import PLAIN, TokenIds, product_width
+from distiller.teachers.factory import open_alone
 from tests import toy_causal_lm, toys
 
 IDS = toy_causal_lm.VOCABULARY
@@ -148,6 +149,18 @@ def test_caches_know_no_padding_either(teachers, tmp_path, fresh, form):
     assert first["padded"] == pytest.approx(first["plain"], rel=1e-5)
 
 
+def test_forms_are_compared_over_tokens_alone(teachers, tmp_path):
+    """With as many ids as there are tokens nothing is lost: neither the divergence nor the gradient's direction."""
+    task: Any = build_task(recipe_of(tmp_path, teachers["padded"], cache={"k": IDS}))
+    data = task.load_data(toys.ALONE, None)
+    batch = task.collate([data[0, number] for number in range(4)])
+    teacher = open_alone(task.network, task._recipe, torch.float32, torch.device("cpu"))
+    lines = task.compare_forms([batch], teacher.predict([task.request(batch)])).splitlines()
+    live, best = (next(line.split() for line in lines if line.startswith(name)) for name in ("hidden", f"topk k {IDS}"))
+    assert float(best[-4]) == pytest.approx(float(live[-4]), rel=1e-3)
+    assert best[-1] == live[-1] == "1.0000"
+
+
 def test_ids_between_those_of_tokens_are_left_out_too(teachers, tmp_path):
     """A tokenizer whose last word has id 25: three ids below it stand for nothing, and 38 above."""
     words = {word: number for number, word in enumerate((*toy_causal_lm.SPECIAL, *toy_causal_lm.WORDS))}
@@ -223,3 +236,12 @@ def test_the_mask_of_absent_ids_is_made_once_for_a_device():
     assert first.nonzero().flatten().tolist() == [4, 7]
     assert not first.is_inference()
     assert TokenIds(9).absence(device) is None
+
+
+def test_a_tokenizer_without_an_id_of_the_model_has_none():
+    class Beyond:
+        def get_vocab(self) -> dict[str, int]:
+            return {"a": 9, "b": 10}
+
+    assert TokenIds.of(Beyond(), below=9) == TokenIds(0)
+    assert TokenIds.of(Beyond(), below=10) == TokenIds(10, tuple(range(9)))

@@ -149,7 +149,8 @@ class DocumentTokenizer:
         if end_of_text is not None and not isinstance(document, Chat):
             if not len(tokens) or tokens[-1] != end_of_text:
                 tokens, learnt = np.append(tokens, np.int32(end_of_text)), np.append(learnt, True)
-            learnt[-1] = True
+            else:
+                learnt[-1] = True
         return TokenisedDocument(tokens, learnt)
 
     def _has_marks(self, chat: Chat) -> bool:
