@@ -57,8 +57,8 @@ class NonFiniteGuard:
         ranks: Ranks,
         run_dir: Path,
         max_bad_steps: int,
-        skipped: int = 0,
-        first_step: int = 1,
+        skipped: int,
+        first_step: int,
     ) -> None:
         """`skipped`: updates skipped before `first_step`, where this session begins; later lines of the file go."""
         self._accelerator, self._ranks, self._max_bad_steps = accelerator, ranks, max_bad_steps

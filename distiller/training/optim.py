@@ -46,7 +46,7 @@ def learning_rate(optim: Optim, step: int, last_step: int) -> float:
     """
     if step <= optim.warmup_steps:
         return optim.lr * step / optim.warmup_steps
-    progress = (step - 1 - optim.warmup_steps) / max(1, last_step - optim.warmup_steps)
+    progress = (step - 1 - optim.warmup_steps) / (last_step - optim.warmup_steps)
     if optim.schedule == "linear":
         return optim.lr * (1 - progress)
     if optim.schedule == "cosine":

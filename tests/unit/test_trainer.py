@@ -310,7 +310,7 @@ def test_a_gpu_s_peak_is_found_by_whole_words(name, peak):
 )
 def test_in_fp16_the_loss_alone_makes_an_update_bad(tmp_path, precision, loss, is_skipped, was_bad):
     accelerator = cast(Any, SimpleNamespace(mixed_precision=precision, device=torch.device("cpu")))
-    guard = NonFiniteGuard(accelerator, RANKS, tmp_path, max_bad_steps=5)
+    guard = NonFiniteGuard(accelerator, RANKS, tmp_path, max_bad_steps=5, skipped=0, first_step=1)
     guard.record(1, [3], [torch.tensor(loss), torch.tensor(2.0)], torch.tensor(is_skipped))
     assert float(guard.was_bad) == was_bad
     assert float(guard.num_skipped) == is_skipped
