@@ -54,6 +54,7 @@ from distiller.vision.sources import open_pictures
 from distiller.vision.structure import first_tensor, inspect_model
 from distiller.vision.student import check_features
 from distiller.vision.task import _num_channels
+from distiller.vision.weight_files import stored_dtype
 from tests import classifiers, toys
 from tests.toy_network import setup
 
@@ -102,6 +103,16 @@ class TestStructure:
         assert vit.block_names == tuple(f"vit.layers.{number}" for number in range(4))
         assert set(vit.block_shapes) == {(17, 16)}
         assert (vit.can_recompute, resnet.can_recompute) == (True, False)
+
+    def test_feature_pairs_of_tokens_have_as_many(self):
+        small, large = (inspect_model(classifiers.vit_config(image_size=side), (3, side, side)) for side in (32, 64))
+        wider = inspect_model(classifiers.vit_config(hidden_size=24), (3, 32, 32))
+        check_features(wider, small, [0], [3])
+        with pytest.raises(UserError, match=r"block 1 of the student gives \[17, 16\] .* teacher \[65, 16\]"):
+            check_features(small, large, [1], [0])
+        maps = inspect_model(classifiers.resnet_config(), (3, 32, 32))
+        with pytest.raises(UserError, match=r"block 0 of the student gives \[17, 16\] .* teacher \[8, 8, 8\]"):
+            check_features(small, maps, [0], [0])
 
     def test_feature_pairs_have_the_same_height_and_width(self):
         wide = inspect_model(classifiers.resnet_config(), (3, 32, 64))
@@ -173,6 +184,25 @@ class TestTeacher:
         assert {value.dtype for value in copied.values()} == {stored}
         name = "classifier.weight"
         assert torch.equal(copied[name], weights[name])
+
+    @pytest.mark.parametrize(
+        ("stored", "expected"),
+        [
+            ([torch.bfloat16], torch.bfloat16),
+            ([torch.float16, torch.int64], torch.float16),
+            ([torch.float16, torch.bfloat16], torch.float32),
+            ([torch.float32, torch.bfloat16], torch.float32),
+            ([torch.float16, torch.float64], torch.float32),
+        ],
+    )
+    def test_weights_are_copied_in_the_only_half_dtype_or_in_float32(self, tmp_path, stored, expected):
+        """Also where each file has only one of them."""
+        tensors = {str(number): torch.zeros(2, dtype=dtype) for number, dtype in enumerate(stored)}
+        save_file(tensors, tmp_path / "all.safetensors")
+        for name, tensor in tensors.items():
+            save_file({name: tensor}, tmp_path / f"{name}.safetensors")
+        assert stored_dtype([tmp_path / "all.safetensors"]) == expected
+        assert stored_dtype([tmp_path / f"{name}.safetensors" for name in tensors]) == expected
 
     def test_weights_of_another_config_are_refused(self, make_data, tmp_path):
         folder = classifiers.save_classifier(tmp_path / "mixed", classifiers.vit_config())
@@ -293,6 +323,19 @@ class TestData:
         flat = Augmentation("crop", 0.5)
         assert all(flat.apply(picture, *key)[0, 0, 0] < flat.apply(picture, *key)[0, -1, 0] for key in keys)
 
+    def test_crops_of_the_smallest_pictures_have_a_row_and_a_column(self):
+        picture, how = np.arange(2 * 2 * 3, dtype=np.uint8).reshape(2, 2, 3), Augmentation("crop", 0.05)
+        shapes = {how.apply(picture, 0, 0, sample).shape[:2] for sample in range(50)}
+        assert shapes == {(1, 1), (1, 2), (2, 1), (2, 2)}
+        thin = {how.apply(picture[:1], 0, 0, sample).shape[:2] for sample in range(50)}
+        assert thin == {(1, 1), (1, 2)}
+
+    def test_crops_are_recorded(self):
+        """Others would change every run's trajectory. Each is named by its size and the number of its first pixel."""
+        picture = np.arange(40 * 60, dtype=np.uint16).reshape(40, 60, 1)
+        crops = [Augmentation("crop-flip", 0.2).apply(picture, 3, 1, sample) for sample in range(4)]
+        assert [(*crop.shape[:2], int(crop[0, 0, 0])) for crop in crops] == RECORDED_CROPS
+
     def test_a_link_to_nothing_is_one_line(self, pictures, tmp_path):
         folder = shutil.copytree(pictures, tmp_path / "mine")
         (folder / "cat" / "gone.png").symlink_to(tmp_path / "nowhere.png")
@@ -307,6 +350,7 @@ class TestData:
         assert split_held_out(classes, 0.2) == (trained, held_out)
         # Which ones, as they have always been.
         assert sorted(held_out) == [3, 4, 19, 20, 21, 22, 33]
+        assert (trained[:4], held_out[:4]) == ([28, 14, 34, 6], [4, 21, 3, 22])
 
     def test_the_first_so_many_are_of_all_classes(self, make_data):
         classes = [0] * 100 + [1] * 100 + [2] * 100
@@ -332,6 +376,8 @@ class TestData:
             (["cow"], classifiers.LABELS, "'cow' is none of the teacher's"),
             (["a"], ("LABEL_0", "LABEL_1"), "1 classes and the teacher 2"),
             (["crane"], ("crane", "crane"), "2 of the teacher's"),
+            (["cow"], [f"kind {number}" for number in range(10)], r"'kind 8', 'kind 9'; rename"),
+            (["cow"], [f"kind {number}" for number in range(11)], r"'kind 8', 'kind 9', \.\.\.; rename"),
         ):
             with pytest.raises(UserError, match=words):
                 class_numbers(names, labels, "data")
@@ -377,6 +423,9 @@ class TestData:
         ):
             with pytest.raises(UserError, match=words):
                 open_pictures(ClassificationData(**{"kind": "datasets", "path": str(tmp_path / "saved"), **changes}))
+
+
+RECORDED_CROPS = [(34, 42, 289), (40, 44, 50), (37, 48, 234), (35, 31, 149)]
 
 
 class TestRuns:
@@ -649,6 +698,12 @@ class TestRuns:
         }  # fmt: skip
         assert {*report, *SIZE_FIGURES} == set(evaluation.figure_names(3))
 
+    def test_the_first_so_many_pictures_are_compared_in_batches(self, make_data):
+        held_out = parse_task(make_data())._source.held_out
+        batches = list(evaluation.open_held_out(held_out, 5, 2, 0, setup().ranks))
+        assert [batch.sample_ids for batch in batches] == [(0, 1), (2, 3), (4,)]
+        assert [label for batch in batches for label in batch.labels.tolist()] == [held_out.label(i) for i in range(5)]
+
     @pytest.mark.parametrize(("pass_s", "num_passes"), [(0.25, 5), (0.0625, 8)])
     def test_speed_is_of_five_passes_or_of_as_many_as_half_a_second_holds(self, monkeypatch, pass_s, num_passes):
         """The first pass, which is slower, is not counted. The clock goes on in passes alone."""
@@ -730,6 +785,26 @@ class TestRefusals:
         data["student"] = way
         with pytest.raises(UserError, match=words):
             parse_task(data)
+
+    @pytest.mark.parametrize(("kind", "way"), [("resnet", {"depths": [2, 3]}), ("vit", {"num_layers": 4})])
+    def test_a_student_may_have_all_of_the_teacher_s_layers(self, make_data, kind, way):
+        data = make_data(kind)
+        data["student"] = way
+        task = parse_task(data)
+        assert task._plan.structure.block_names == task._files.structure.block_names
+
+    def test_a_student_without_names_has_the_teacher_s(self, make_data):
+        names = {f"LABEL_{number}": number for number in range(3)}
+        task = parse_task(make_data(student={"id2label": {i: name for name, i in names.items()}, "label2id": names}))
+        assert task._plan.config.id2label == dict(enumerate(classifiers.LABELS))
+        assert task._plan.config.label2id == {name: number for number, name in enumerate(classifiers.LABELS)}
+
+    def test_a_teacher_whose_names_are_not_of_its_classes_is_refused(self, make_data, teachers, tmp_path):
+        folder = shutil.copytree(teachers["resnet"], tmp_path / "named")
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"id2label": {"0": "cat", "1": "dog", "3": "owl"}}))
+        with pytest.raises(UserError, match=r"id2label names 3 classes and the model has 3; correct config\.json"):
+            parse_task(make_data(teacher={"path": str(folder)}))
 
     @pytest.mark.parametrize("way", [{"num_layers": 2}, {"depths": [1]}])
     def test_a_config_without_a_number_of_layers_is_not_cut(self, make_data, tmp_path, way):
