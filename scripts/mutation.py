@@ -109,11 +109,13 @@ length, or on what is read from a file."""
 
 UNSEEN_CALLS = (
     *("Error", "print", "Field", "warn", "TypeVar", "tqdm", "perf_counter", "unset_hf_deepspeed_config", "barrier"),
+    "bar.update",
 )
 """Endings of functions that say or measure something, or that matter in several processes alone."""
 
-LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT", "READER_VERSION")
-"""Beginnings of constants that bound memory or a message, or number a format: results are the same with any value."""
+LIMITS = ("MAX_", "BATCH_", "SHARD_", "FORMAT", "READER_VERSION", "_THREADS")
+"""Beginnings of constants that bound memory, threads or a message, or number a format: results do not depend on them.
+"""
 
 UNSEEN_CONDITIONS = ("TYPE_CHECKING", "device.type == 'cuda'")
 """Conditions of statements that only a type checker reads or that only a GPU runs; the tests run on a CPU."""

@@ -1,11 +1,15 @@
 """Whole runs in one process on toy pipelines: what they leave, that they are the same however the work is split."""
 
 import json
+import math
 import shutil
 import threading
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,8 +24,10 @@ from distiller.checkpoint.reading import CheckpointReader
 from distiller.config.recipe import Recipe
 from distiller.data import rng
 from distiller.data.latents import LatentStore
+from distiller.diffusion import text
 from distiller.diffusion.rollout import RolloutPlan
 from distiller.errors import RunError, UserError
+from distiller.storage.stages import Stage
 from distiller.tasks import open_task
 from distiller.tasks.labelled_grid import labelled_grid
 from distiller.teachers.base import Teacher
@@ -506,3 +512,33 @@ def test_a_stage_of_numbers_that_are_not_finite_is_not_kept(make_recipe, pipelin
         run(recipe)
     kind = "rollout" if part == "transformer" else "text"
     assert [path.suffix for path in (tmp_path / "run" / "stages").glob(f"{kind}-*")] == [".partial"]
+
+
+def test_prompts_are_numbered_over_the_text_stage_s_files(tmp_path, monkeypatch):
+    """Ten prompts in files of four, of which two at a time are embedded; the first and second file are kept."""
+    monkeypatch.setattr(text, "SHARD_PROMPTS", 4)
+    monkeypatch.setattr(text, "BATCH_PROMPTS", 2)
+    prompts, embedded = [f"prompt {number}" for number in range(1, 11)], []
+
+    def embed(pipeline: None, batch: Sequence[str], length: int) -> list[dict[str, torch.Tensor]]:
+        embedded.append(tuple(batch))
+        return [condition_of(torch.nan if prompt == bad else float(prompt.split()[1])) for prompt in batch]
+
+    def condition_of(number: float) -> dict[str, torch.Tensor]:
+        rows = 1 if math.isnan(number) else 1 + int(number) % 3
+        return {"text": torch.full((rows, 3), number), "pooled": torch.tensor([number])}
+
+    family: Any = SimpleNamespace(load_text_encoder=lambda dtype, device: None, embed=embed)
+    stage = Stage("text", {"max_sequence_length": 2}, tmp_path)
+    for bad in ("prompt 10", "prompt 9", None):
+        failing = nullcontext() if bad is None else pytest.raises(RunError, match=f"the embedding of {bad} is not")
+        with failing:
+            text.encode_prompts(stage, family, prompts, torch.float32, torch.device("cpu"))
+    pairs = [tuple(prompts[first : first + 2]) for first in range(0, 10, 2)]
+    assert embedded == [*pairs, pairs[-1], pairs[-1]]
+    store = text.TextStore(stage)
+    assert len(store) == 10
+    for index in range(10):
+        expected, found = condition_of(index + 1.0), store[index]
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
