@@ -23,7 +23,7 @@ class KlVae(Vae):
         model = AutoencoderKL.from_pretrained(
             files.fetch("vae"), subfolder="vae", dtype=torch.float32, use_safetensors=True, local_files_only=True
         )
-        self._model: Any = model.eval().requires_grad_(False).to(device)
+        self._model: Any = model.eval().to(device)
         self._factor = self._model.config.scaling_factor
         self._shift = self._model.config.shift_factor or 0.0
 

@@ -199,7 +199,7 @@ def load_student(run_dir: Path, plan: StudentPlan, device: torch.device) -> nn.M
             raise damaged_student(run_dir, error) from error
     else:
         model = load_model(folder, plan.config)
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().to(device)
 
 
 class DistilledClassifier(TrainedStudent):

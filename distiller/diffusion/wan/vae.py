@@ -21,7 +21,7 @@ class WanVae(Vae):
         self._model = AutoencoderKLWan.from_pretrained(
             root, subfolder="vae", dtype=torch.float32, use_safetensors=True, local_files_only=True
         )
-        self._model = self._model.eval().requires_grad_(False).to(device)
+        self._model = self._model.eval().to(device)
         shape = (1, self._model.config.z_dim, 1, 1, 1)
         self._mean = torch.tensor(self._model.config.latents_mean, device=device).view(shape)
         self._std = torch.tensor(self._model.config.latents_std, device=device).view(shape)
