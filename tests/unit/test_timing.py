@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from distiller.training import timing
 from distiller.training.timing import StepTimer
 
 
@@ -102,3 +105,32 @@ def test_discarded_events_of_a_gpu_are_in_no_window(monkeypatch):
         pass
     timer.end_step()
     assert timer.read()["student"] == 1000.0
+
+
+def test_on_a_cpu_parts_are_milliseconds_of_the_clock(monkeypatch):
+    """Two steps, each of a quarter of a second of data, half a second of the student and as much between the parts."""
+    now = [0.0]
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    timer = StepTimer(torch.device("cpu"))
+
+    def run_steps(count: int) -> None:
+        for _ in range(count):
+            for name, seconds in (("data", 0.25), ("student", 0.5)):
+                with timer.part(name):
+                    now[0] += seconds
+            now[0] += 0.5
+            timer.end_step()
+
+    run_steps(2)
+    assert timer.read() == {"step": 1250.0, "data": 250.0, "teacher": 0.0, "student": 500.0, "optimizer": 0.0}
+    assert timer.timed() == (2, 2.5)
+    # Time until `restart` is in no window, and neither is one that is not to be counted.
+    now[0] += 100.0
+    timer.restart()
+    run_steps(1)
+    assert timer.read(counts=False)["step"] == 1250.0
+    timer.restart()
+    run_steps(3)
+    assert timer.read()["student"] == 500.0
+    # Of several windows the first is left out.
+    assert timer.timed() == (3, 3.75)
