@@ -464,6 +464,30 @@ def test_rows_that_fill_up_a_chunk_may_hold_anything():
     torch.testing.assert_close(filled_gradient[:2], gradient)
 
 
+def test_chunks_of_one_shape_are_given_to_the_compiled_operations(monkeypatch):
+    """Which are the eager ones here. By default they are compiled on a GPU alone."""
+    heights = []
+
+    def compiled_losses(student, *arguments, **options):
+        heights.append(len(student))
+        return token_losses(student, *arguments, **options)
+
+    monkeypatch.setattr(chunked, "compiled_token_losses", lambda: compiled_losses)
+    case, objective = make("ragged"), Objective(JensenShannon(0.5), 0.7, 0.6)
+    sums, gradients = case.run(objective)
+    case.run(objective, compile=None)
+    assert heights == []
+    compiled, compiled_gradients = case.run(objective, compile=True)
+    num_chunks = -(-int(case.mask.sum()) // 4)
+    assert case.mask.sum() % 4 > 0
+    assert heights == [4] * num_chunks
+    torch.testing.assert_close(compiled, sums)
+    torch.testing.assert_close(compiled_gradients, gradients)
+    monkeypatch.setattr(chunked, "runs_on_gpu", lambda device: True)
+    case.run(objective, compile=None)
+    assert heights == [4] * (2 * num_chunks)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("mask", ["ragged", "one"])
 def test_compiled_equals_eager(mask):
