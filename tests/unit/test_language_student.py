@@ -313,6 +313,8 @@ def test_code_of_a_models_folder_runs_where_it_is_trusted(task_of, tmp_path):
     trusting = {"task": {"trust_remote_code": True}}
     task = task_of(teacher_path=folder, **trusting)
     assert type(task.files.tokenizer).__name__ == "OwnTokenizer"
+    student = task_of(student={"num_layers": None, "path": str(folder)}, **trusting).build_student()
+    assert type(student.model).__name__ == "OwnModel"
     other = (folder / "config.json").rename(folder / "student.json")
     with pytest.raises(UserError, match=r"student\.config: \S+student.json: .* must be called config.json"):
         task_of(student={"num_layers": None, "config": str(other)}, **trusting)
