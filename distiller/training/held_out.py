@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, final
 
@@ -121,6 +121,9 @@ class HeldOutEvaluation:
         run.task.write_samples(folder, run.sampling_teacher, run.accelerator)
         if run.ranks.is_main:
             shutil.rmtree(folder / "student", ignore_errors=True)
+            with suppress(OSError):
+                # A task without data to show writes nothing.
+                folder.rmdir()
         # Rank 0 draws the student's alone, and others would wait in a collective of the device, whose time is limited.
         run.ranks.barrier()
         return folder
