@@ -15,6 +15,7 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from distiller.config.diffusion import DiffusionRecipe
+from distiller.config.recipe import Evaluation
 from distiller.diffusion.wan import family as wan_family
 from tests import toy_pictures, toys
 from tests.key_changes import Change, change_json, change_weights, differing, keys_of, leaves_of, parsed
@@ -47,6 +48,7 @@ OUTSIDE = {
     **dict.fromkeys(("teacher.devices", "teacher.inner"), "placement"),
     **dict.fromkeys(("teacher.micro_batch", "teacher.offload", "teacher.nvme_path", "teacher.cache"), "placement"),
     **dict.fromkeys(("checkpoint", "tracking", "profile"), "after the fact"),
+    **dict.fromkeys((f"evaluation.{name}" for name in Evaluation.model_fields), "measures, and changes nothing"),
 }
 """Keys, or sections, that have no row, and why."""
 CONSTANTS = {"format", "reader", "task.kind", "form.kind"}
@@ -111,6 +113,7 @@ CHANGES = [
     Change("fewer prompts", ALL, {"data.max_samples": 5}),
     Change("fewer pictures", "text images content", {"data.max_samples": 1}, IMAGES),
     Change("fewer latents", "content", {"data.max_samples": 3}, LATENTS),
+    Change("samples that are held out", "content", {"data.held_out": 0.2}),
     Change("order of prompts", ALL, files=other_prompts),
     Change("prompts that stand twice", ALL, {"data.path": "repeated.txt"}),
     Change("a picture", "images", given=IMAGES, files=other_picture),
