@@ -61,7 +61,7 @@ from distiller.teachers.rules import check_placement, placement_notices
 from distiller.training.memory_advice import PlannedMemory
 from distiller.training.run import Run
 from distiller.training.tracking import Tracker
-from distiller.training.update_plan import last_step_of, plan_updates
+from distiller.training.update_plan import last_step_of, length_notices, plan_updates
 
 
 @final
@@ -207,9 +207,9 @@ def _claim_folder(
     finished = ranks.broadcast_from_main(lambda: check_output_dir(recipe, resume, last_step))
     # What they cannot read is refused before the folder is this run's.
     of_task = [] if finished else ranks.all_succeed(lambda: notices_of(task))
-    notices = (
-        [] if finished else [*world.notices, *placement_notices(recipe.teacher, task.needs_live_teacher), *of_task]
-    )
+    of_placement = placement_notices(recipe.teacher, task.needs_live_teacher)
+    of_length = length_notices(recipe, last_step)
+    notices = [] if finished else [*world.notices, *of_placement, *of_length, *of_task]
     cached = None
     if recipe.teacher.placement == "cached" and not finished:
         cached = ranks.broadcast_from_main(lambda: open_run_cache(recipe, task, dtype, session.num_epochs))

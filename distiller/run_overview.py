@@ -50,7 +50,7 @@ def _rows(session: Session[Any], setup: Setup, steps_done: int) -> list[tuple[st
     rows = [
         ("teacher", f"{recipe.teacher.path}: {in_words(num_teacher)} parameters, {form}"),
         ("placement", _placement(session, setup)),
-        ("student", f"{in_words(num_student)} parameters, one in {num_teacher / num_student:.3g} of the teacher's"),
+        ("student", f"{in_words(num_student)} parameters, {num_student / num_teacher:.3g} times the teacher's"),
         (
             "engine",
             f"{session.world.engine} on {accelerator.num_processes} x {device}, mixed precision "
@@ -58,7 +58,7 @@ def _rows(session: Session[Any], setup: Setup, steps_done: int) -> list[tuple[st
         ),
         (
             "updates",
-            f"{session.last_step - steps_done:,} of {plan.samples_per_update} samples (batch {plan.batch_size} x "
+            f"{session.last_step - steps_done:,}, each of {plan.samples_per_update} samples (batch {plan.batch_size} x "
             f"accumulation {plan.accumulation_steps} x {plan.world_size} processes)",
         ),
         ("data", f"{recipe.data.path or recipe.data.kind}: {plan.num_samples} samples an epoch{dropped}"),

@@ -15,7 +15,7 @@ from distiller.run_folder.output_dir import check_output_dir, is_finished_by_fil
 from distiller.session import fsdp_units
 from distiller.tasks.interfaces import Checkable, default_recipe, format_notice, notices_of
 from distiller.teachers.rules import placement_notices
-from distiller.training.update_plan import last_step_of, plan_updates
+from distiller.training.update_plan import last_step_of, length_notices, plan_updates
 
 
 def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None:
@@ -38,8 +38,9 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
             return
         raise
     plan = plan_updates(recipe, task.num_samples, resolve_accumulation(recipe, num_processes), num_processes)
+    last_step = last_step_of(recipe, plan)
     # A run's folder holds the recipe with the teacher's defaults.
-    if check_output_dir(default_recipe(task, recipe), resume, last_step_of(recipe, plan)):
+    if check_output_dir(default_recipe(task, recipe), resume, last_step):
         print(finished)
         return
     if fsdp is not None:
@@ -47,7 +48,9 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
     looked = task.check_samples() if isinstance(task, Checkable) else None
     if warning is not None:
         print(f"warning: {warning}")
-    for notice in (*placement_notices(recipe.teacher, task.needs_live_teacher), *notices_of(task)):
+    of_placement = placement_notices(recipe.teacher, task.needs_live_teacher)
+    of_length = length_notices(recipe, last_step)
+    for notice in (*of_placement, *of_length, *notices_of(task)):
         print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     print(f"ok: {', '.join(part for part in found if part is not None)}")

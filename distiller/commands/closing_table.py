@@ -18,7 +18,7 @@ def closing_table(folder: Path, summary: Mapping[str, Any], metrics: Mapping[str
     steps, sessions, rate = summary["steps"], summary["sessions"], summary["samples_per_s"]
     took = f"{steps:,} updates in {tqdm.format_interval(summary['wall_s'])}"
     took += f" ({sessions} sessions)" if sessions > 1 else ""
-    rows = [("finished", took + (f", {rate:,.4g} samples/s" if rate else ""))]
+    rows = [("finished", took + (f"; {rate:,.4g} samples/s in the loop" if rate else ""))]
     if summary["final_loss"] is not None:
         rows.append(("loss", _losses(summary)))
     if metrics.get("perf/step_ms"):

@@ -58,5 +58,9 @@ def check_keys(gates: Sequence[Gate], known: Sequence[str], open_prefixes: Seque
         if gate.key in known or any(gate.key.startswith(prefix) for prefix in open_prefixes):
             continue
         meant = nearest(gate.key, known)
+        # Of both models' figures the student's, and of one that stands for several the first of them.
+        likelier = (key for key in known if key in (f"student_{gate.key}",) or key.startswith(f"{gate.key}."))
+        meant = next(likelier, meant)
         hint = "" if meant is None else f"did you mean '{meant}'? "
-        raise UserError(f"--{gate.side} {gate.key}: is no figure of this run; {hint}there are {', '.join(known)}")
+        listed = ", ".join(sorted(known))
+        raise UserError(f"--{gate.side}: {gate.key} is no figure of this run; {hint}there are {listed}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from typing import ClassVar
 
 import numpy as np
@@ -41,6 +42,20 @@ class Judge(ABC):
 def find_judge(name: str) -> type[Judge]:
     """The class of a judge in `JUDGES`."""
     return import_object(JUDGES[name])
+
+
+def judge_notices(recipe: DiffusionRecipe, prompts: Collection[str]) -> list[str]:
+    """One line where the judge draws none of the data's prompts."""
+    name = recipe.evaluation.judge
+    if name == "none":
+        return []
+    own, _ = find_judge(name).prompts(recipe.evaluation.num_samples, recipe.seed)
+    if not set(own).isdisjoint(prompts):
+        return []
+    return [
+        f"evaluation.judge is {name}: `distiller evaluate` draws its own prompts (such as '{own[0]}'), none of which "
+        "is in data.path; set it to none for others"
+    ]
 
 
 def check_judge(recipe: DiffusionRecipe) -> None:

@@ -24,7 +24,7 @@ from distiller.diffusion.defaults import with_pipeline_defaults
 from distiller.diffusion.drawing_measures import check_measures, open_measures
 from distiller.diffusion.evaluation import Comparison, compare, embed_prompts, figure_names, main_figure
 from distiller.diffusion.families import find_pipeline
-from distiller.diffusion.judges import check_judge, find_judge
+from distiller.diffusion.judges import check_judge, find_judge, judge_notices
 from distiller.diffusion.long_texts import long_text_notices
 from distiller.diffusion.network import FEATURES, PREDICTION, UNCONDITIONAL, DiffusionNetwork, inputs_of
 from distiller.diffusion.noising import DiffusionSample, NoisedData
@@ -106,7 +106,8 @@ class DiffusionTask(
         # Only rank 0 prints notices, and tokenising all texts takes time.
         long_texts = self._long_texts() if is_main_process() else []
         sizes, guidance = size_notes(self._recipe, self.family), guidance_notes(self._recipe)
-        return [*self._defaults, *sizes, *guidance, *self._source.notices, *long_texts]
+        judge = judge_notices(self._recipe, self._source.prompts)
+        return [*self._defaults, *sizes, *guidance, *judge, *self._source.notices, *long_texts]
 
     def check_samples(self) -> str | None:
         return self._source.check_samples()
@@ -300,7 +301,7 @@ class DiffusionTask(
         gate, reached = self._recipe.evaluation.min_recognised, report.get("student_recognised")
         if gate is None or reached is None or reached >= gate:
             return None
-        return f"the student is recognised in {reached:.1%} of its drawings, below the gate of {gate:.1%}"
+        return f"evaluation.min_recognised is {gate:.1%} and the student is recognised in {reached:.1%} of its drawings"
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
         for notice in long_text_notices(self.family, self._task, {"--prompts": prompts}):

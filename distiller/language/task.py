@@ -76,7 +76,7 @@ class CausalLMTask(
         stages_dir = recipe.stages_dir
         self.files = find_model("teacher", teacher.path, teacher.revision, teacher.subfolder, stages_dir, trusts_code)
         if self.files.tokenizer is None:
-            raise UserError(f"{self.files.origin}: has no tokenizer beside the model; copy the teacher's files there")
+            raise UserError(f"{self.files.origin}: has no tokenizer; save it into that folder (its save_pretrained)")
         self._student = StudentModel(recipe.student, self.files, stages_dir, trusts_code, recipe.seed)
         self.network = LanguageNetwork(self.files, self._student.spec.vocabulary)
         check_models(recipe, self.files, self._student)
@@ -324,7 +324,10 @@ class CausalLMTask(
         gate, reached = self._recipe.evaluation.min_improvement, report["improvement"]
         if gate is None or reached >= gate:
             return None
-        return f"the student's perplexity is {reached:.2f} times lower than before training, below the gate of {gate:g}"
+        return (
+            f"evaluation.min_improvement is {gate:g} and the student's perplexity is {reached:.2f} times lower than "
+            "before training"
+        )
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:
         dtype = teacher_dtype(self._recipe.teacher.dtype, device)

@@ -52,13 +52,15 @@ def may_change_on_resume() -> tuple[str, ...]:
 class Claim:
     """The state of the run's folder. Finished means that the summary, which a run writes last, is there.
 
-    `resumed`: of the run that wrote the checkpoint; None where there is none.
+    `resumed`: of the run that wrote the checkpoint; None where there is none. `former_length`: which keys said how long
+    the run is when it began, where they say something else now.
     """
 
     steps_done: int
     is_finished: bool
     is_new: bool = False
     resumed: Identity | None = None
+    former_length: str | None = None
 
     def resume_message(self, folder: Path, last_step: int) -> str:
         """One line that says from which step a resumed run continues."""
@@ -69,7 +71,12 @@ class Claim:
         checkpoint = folder / "checkpoints" / f"step-{self.steps_done}"
         if self.steps_done == last_step:
             return f"note: --resume: training has come to its end, {checkpoint}; what follows it is left"
-        return f"note: --resume: continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
+        text = f"note: --resume: continues from {checkpoint}, with step {self.steps_done + 1} of {last_step}"
+        if self.former_length is not None:
+            text += (
+                f"; the run was begun with {self.former_length}: the learning rate follows the new length from now on"
+            )
+        return text
 
 
 def check_output_dir(recipe: Recipe, resume: bool, last_step: int) -> bool:
@@ -125,7 +132,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         return Claim(last_step, is_finished=True)
     folder = Path(recipe.output_dir)
     recipe_file = folder / RECIPE_FILE
-    done, is_new, resumed = 0, not os.path.isfile(recipe_file), None
+    done, is_new, resumed, former_length = 0, not os.path.isfile(recipe_file), None, None
     if not is_new:
         done = latest_step(folder)
         if done > last_step:
@@ -135,6 +142,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
             )
         if done:
             resumed = check_resumable(folder, done, identity).identity
+            former_length = _former_length(_read_recipe(recipe_file), recipe)
     if recipe.cache_dir is not None:
         try:
             Path(recipe.cache_dir).mkdir(parents=True, exist_ok=True)
@@ -146,7 +154,7 @@ def claim_output_dir(recipe: Recipe, identity: Identity, resume: bool, last_step
         write_durably(recipe_file, dump(with_absolute_paths(recipe)))
     except OSError as error:
         raise UserError(f"output_dir: {folder} cannot be written ({error.strerror})") from error
-    return Claim(done, is_finished=False, is_new=is_new, resumed=resumed)
+    return Claim(done, is_finished=False, is_new=is_new, resumed=resumed, former_length=former_length)
 
 
 def is_finished(recipe: Recipe, last_step: int) -> bool:
@@ -239,6 +247,17 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"--resume: {file} is not a recipe; choose another output_dir")
     return content
+
+
+def _former_length(original: dict[str, Any], recipe: Recipe) -> str | None:
+    """The keys of the run's length as they were, where they have changed and the learning rate depends on them."""
+    before = flatten(original)
+    changed = [
+        f"train.{name} {before.get(f'train.{name}')}"
+        for name in ("max_steps", "num_epochs")
+        if before.get(f"train.{name}") != getattr(recipe.train, name)
+    ]
+    return " and ".join(changed) if changed and recipe.optim.schedule != "constant" else None
 
 
 def _check_same_recipe(original: dict[str, Any], recipe: Recipe, has_defaults: bool = True) -> None:

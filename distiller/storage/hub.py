@@ -73,7 +73,9 @@ def download(section: str, name: str, revision: str | None, patterns: Sequence[s
         UserError: every failure, in one line that names the id and the way to work offline.
     """
     where = search_note(Path(name))
-    offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
+    offline = "give a folder"
+    if not constants.HF_HUB_OFFLINE:
+        offline = "to work offline, set HF_HUB_OFFLINE=1 with the model in the local cache, or give a folder"
     try:
         return Path(
             snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=list(OTHER_FORMS))

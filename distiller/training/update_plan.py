@@ -24,6 +24,17 @@ def last_step_of(recipe: Recipe, plan: UpdatePlan) -> int:
     return recipe.train.max_steps or (recipe.train.num_epochs or 1) * plan.updates_per_epoch
 
 
+def length_notices(recipe: Recipe, last_step: int) -> list[str]:
+    """One line where the learning rate never reaches `optim.lr`."""
+    warmup_steps = recipe.optim.warmup_steps
+    if warmup_steps < last_step:
+        return []
+    return [
+        f"optim.warmup_steps {warmup_steps} takes all {last_step} updates of the run, whose learning rate never gets "
+        "beyond it; lower it"
+    ]
+
+
 def _smaller_update(plan: UpdatePlan) -> str:
     """What makes an update no larger than the data."""
     if not plan.num_samples:

@@ -23,8 +23,7 @@ def class_numbers(names: Sequence[str], labels: Sequence[str], origin: str) -> l
         UserError: a class of the data is none of the teacher's, or the name of several, or the number of classes is not
             that of a teacher without names.
     """
-    known = set(names) <= set(labels)
-    if not known and all(re.fullmatch(r"LABEL_\d+", label) for label in labels):
+    if are_unnamed(names, labels):
         if len(names) != len(labels):
             raise UserError(
                 f"{origin} has {len(names)} classes and the teacher {len(labels)}, without names (id2label: LABEL_0, "
@@ -39,3 +38,8 @@ def class_numbers(names: Sequence[str], labels: Sequence[str], origin: str) -> l
                 f"{', ...' if len(labels) > 10 else ''}; rename the class, or correct the teacher's config.json"
             )
     return [list(labels).index(name) for name in names]
+
+
+def are_unnamed(names: Sequence[str], labels: Sequence[str]) -> bool:
+    """Whether the teacher's classes have the library's numbers for names, and the data's have not."""
+    return not set(names) <= set(labels) and all(re.fullmatch(r"LABEL_\d+", label) for label in labels)

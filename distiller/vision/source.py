@@ -11,9 +11,12 @@ from distiller.data.pictures import check_pictures
 from distiller.errors import UserError
 from distiller.storage.stages import digest_of
 from distiller.vision.files import Processor
-from distiller.vision.labels import class_numbers
+from distiller.vision.labels import are_unnamed, class_numbers
 from distiller.vision.samples import Augmentation, PictureData, split_held_out
 from distiller.vision.sources import open_pictures
+
+MAX_NAMED = 5
+"""Classes that a notice names."""
 
 
 @final
@@ -35,9 +38,16 @@ class PictureSource:
         """
         data = recipe.data
         self._pictures = pictures = open_pictures(data)
-        self.notices = pictures.notices
+        self.notices = list(pictures.notices)
         origin = f"data.path: {data.path}" if data.path else f"data.kind: {data.kind}"
         teacher_classes = class_numbers(pictures.class_names, labels, origin)
+        if are_unnamed(pictures.class_names, labels):
+            taken = ", ".join(f"{number} = {name}" for number, name in enumerate(pictures.class_names[:MAX_NAMED]))
+            more = ", ..." if len(labels) > MAX_NAMED else ""
+            self.notices.append(
+                "the teacher's classes have no names (id2label: LABEL_0, ...) and are taken in the data's order: "
+                f"{taken}{more}; if the teacher was trained in another order, name its classes in its config.json"
+            )
         trained_on, held_out = split_held_out(pictures.classes, data.held_out)
         if not trained_on:
             raise UserError(f"{origin} leaves nothing to train on with data.held_out {data.held_out:g}; lower it")

@@ -266,7 +266,8 @@ class ClassificationTask(
         if gate is None or (reached is not None and reached >= gate):
             return None
         return (
-            f"the student reaches {reached or 0:.1%} of the teacher's held-out accuracy, below the gate of {gate:.1%}"
+            f"evaluation.min_accuracy_ratio is {gate:.1%} and the student reaches {reached or 0:.1%} of the teacher's "
+            "held-out accuracy"
         )
 
     def sample(self, run_dir: Path, prompts: Sequence[str], seed: int, device: torch.device, output: Path) -> None:

@@ -670,7 +670,7 @@ class TestRuns:
         task = parse_task(make_data(evaluation={"min_accuracy_ratio": 0.9}))
         assert task.missed_gate({"accuracy_ratio": 0.9}) is None
         assert "reaches 89.0% of the teacher's held-out accuracy" in task.missed_gate({"accuracy_ratio": 0.89})
-        assert "below the gate of 90.0%" in task.missed_gate({"accuracy_ratio": None})
+        assert "evaluation.min_accuracy_ratio is 90.0% and" in task.missed_gate({"accuracy_ratio": None})
         assert parse_task(make_data()).missed_gate({"accuracy_ratio": 0.0}) is None
 
     def test_accuracies_and_agreement_are_shares_of_the_pictures(self, monkeypatch):

@@ -38,7 +38,7 @@ def test_the_closing_table_has_what_is_known(tmp_path):
     (tmp_path / "samples.png").touch()
     assert closing_table(tmp_path, SUMMARY, METRICS) == "\n".join(
         [
-            "finished   1,200 updates in 01:35, 157.9 samples/s",
+            "finished   1,200 updates in 01:35; 157.9 samples/s in the loop",
             "loss       0.6138",
             "time       teacher 60%, student 30%",
             f"student    {tmp_path}/student",
@@ -52,7 +52,7 @@ def test_the_closing_table_of_a_resumed_run_on_a_gpu(tmp_path):
     summary = SUMMARY | {"sessions": 3, "held_out_loss": 0.7, "best": {"step": 800, "loss": 0.65}}
     summary |= {"gpu_peak_gib": 17.754, "expected_gpu_peak_gib": 17.9}
     table = closing_table(tmp_path, summary, METRICS | {"optim/skipped_steps": 2}).splitlines()
-    assert "finished   1,200 updates in 01:35 (3 sessions), 157.9 samples/s" in table
+    assert "finished   1,200 updates in 01:35 (3 sessions); 157.9 samples/s in the loop" in table
     assert "loss       0.6138, on held-out data 0.7, the lowest 0.65 after update 800" in table
     assert "memory     17.75 GiB of a GPU, predicted 17.90" in table
     assert "left out   2 updates, whose loss or gradient was not finite" in table
@@ -83,8 +83,8 @@ def test_a_run_says_what_it_does_before_and_after(tmp_path, capsys):
     printed = capsys.readouterr()
     rows = rows_of(printed.out)
     assert rows["placement"].strip() == "replicated, chosen by auto"
-    assert rows["updates"].strip() == "2 of 8 samples (batch 4 x accumulation 2 x 1 processes)"
-    assert "parameters, one in " in printed.out
+    assert rows["updates"].strip() == "2, each of 8 samples (batch 4 x accumulation 2 x 1 processes)"
+    assert " times the teacher's" in printed.out
     assert rows["engine"].strip() == "single on 1 x cpu, mixed precision no"
     assert rows["output"].strip() == recipe["output_dir"]
     assert rows["finished"].strip().startswith("2 updates in ")
@@ -92,7 +92,7 @@ def test_a_run_says_what_it_does_before_and_after(tmp_path, capsys):
     # What the loop does next is a continuation of what was done.
     arguments = ["train", str(tmp_path / "recipe.yaml"), *options, "train.samples_per_update=8", "train.max_steps=3"]
     assert main([*arguments, "--resume"]) == 0
-    assert rows_of(capsys.readouterr().out)["updates"].strip().startswith("1 of 8 samples")
+    assert rows_of(capsys.readouterr().out)["updates"].strip().startswith("1, each of 8 samples")
 
 
 def test_libraries_say_nothing_that_nobody_can_act_on(tmp_path):

@@ -48,7 +48,7 @@ def test_a_bound_may_be_reached_and_not_be_passed(side, key, bound, missed):
 
 
 def test_a_figure_that_does_not_exist_is_refused_with_those_that_do():
-    with pytest.raises(UserError, match=r"--max acuracy: is no figure.*mean 'accuracy'\? there are accuracy, b"):
+    with pytest.raises(UserError, match=r"--max: acuracy is no figure.*mean 'accuracy'\? there are accuracy, b"):
         check_keys(make_gates([], [("acuracy", 1.0)]), ["accuracy", "b"])
     check_keys(make_gates([("harness.task.acc", 1.0)], []), ["accuracy"], ["harness."])
 
@@ -88,7 +88,8 @@ def test_missed_gates_are_said_in_one_line_after_the_figures_are_stored(run_dir,
     assert "of the teacher's parameters, at " in cost
     (line,) = [line for line in printed.err.splitlines() if line.startswith("distiller: ")]
     report = json.loads((run_dir / "summary.json").read_text())["evaluation"]
-    assert "below the gate of 100000.0%; size_ratio is " in line
+    assert "evaluation.min_accuracy_ratio is 100000.0% and" in line
+    assert "; size_ratio is " in line
     assert f"; agreement is {report['agreement']:.6g}, above --max -1" in line
     assert "num_samples" not in line
 

@@ -111,7 +111,7 @@ def test_a_harness_that_fails_leaves_the_other_figures(run_dir, capsys):
         (["--lm-eval", " , "], "--lm-eval names no task; give TASK[,TASK]"),
         (["--lm-eval", "toy", "--lm-eval-include", "nowhere"], "--lm-eval-include nowhere: is not a folder"),
         (["--lm-eval-include", "."], "--lm-eval-include .: names tasks for --lm-eval, which is not given"),
-        (["--min", "lm_eval.toy.acc=1"], "--min lm_eval.toy.acc: is no figure of this run;"),
+        (["--min", "lm_eval.toy.acc=1"], "--min: lm_eval.toy.acc is no figure of this run;"),
     ],
 )
 def test_what_is_not_there_is_refused_first(run_dir, capsys, arguments, words):

@@ -26,6 +26,7 @@ SECTIONS = ("task", "sampling", "rollout", "data", "cache")
 """Those whose every key is held here; `optim` and `train` are held by tests/unit/test_reference_training.py."""
 NO_RESULT = {
     "task.kind": "which task it is",
+    "data.held_out": "test_diffusion_is_measured_on_prompts_and_noise_that_training_does_not_have",
     "cache.shard_mib": "test_a_cache_in_several_files_is_the_same_cache",
 }
 """Keys that no row changes, and why."""

@@ -24,8 +24,8 @@ FORMATS = {".parquet": "parquet", ".arrow": "arrow", ".json": "json", ".jsonl": 
 """Suffix of a single file -> the name of its format in `datasets`."""
 
 
-KIND_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
-"""Suffixes of files that hold rows of documents -> the `data.kind` that reads them."""
+KIND_OF_SUFFIX = {".txt": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "datasets", ".arrow": "datasets"}
+"""Suffixes of files of documents -> the `data.kind` that reads them."""
 
 
 class Corpus(ABC):
@@ -51,7 +51,7 @@ class TextFiles(Corpus):
     def __init__(self, path: str) -> None:
         self._files = _find_files(path, (".txt",))
         for file in self._files:
-            if (kind := KIND_OF_SUFFIX.get(file.suffix.lower())) is not None:
+            if (kind := KIND_OF_SUFFIX.get(file.suffix.lower(), "text")) != "text":
                 raise UserError(
                     f"data.path: {file} is no plain text, and data.kind=text would learn it as it stands; set "
                     f"data.kind={kind}"
