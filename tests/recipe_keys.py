@@ -80,15 +80,15 @@ def _rows(model: type[BaseModel]) -> Iterator[str]:
         if is_section(field.annotation):
             continue
         described = schema["properties"][name]
-        default = "required" if field.is_required() else f"`{_value(field.default)}`"
+        default = "required" if field.is_required() else f"`{yaml_value(field.default)}`"
         # The descriptions speak Python, the readers write YAML.
         meaning = re.sub(r"\bNone\b", "null", described.get("description", "")).replace("False:", "false:")
         yield f"| `{name}` | {_shape(described)} | {default} | {meaning} |"
 
 
-def _value(value: Any) -> str:
+def yaml_value(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"[{', '.join(_value(part) for part in value)}]"
+        return f"[{', '.join(yaml_value(part) for part in value)}]"
     return dump_yaml(value).removesuffix("...\n").strip()
 
 

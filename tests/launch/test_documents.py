@@ -13,11 +13,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
-from distiller.config.loading import load
+from distiller.config.loading import RECIPES, load
 from distiller.run_folder.output_dir import SECTIONS_THAT_MAY_CHANGE_ON_RESUME, may_change_on_resume
 from distiller.storage.yaml_files import dump_yaml, parse_yaml
 from tests import module_tree, recipe_keys
@@ -348,6 +348,21 @@ def test_recipe_keys_that_are_named_exist(document):
     named = re.findall(rf"(?<![\w./-])((?:{tops})(?:\.[a-z_0-9]+)+)", document.read_text(encoding="utf-8"))
     named = [name for name in named if not re.search(rf"\.{SUFFIXES}$", name)]
     assert not sorted({name for name in named if name not in keys})
+
+
+@pytest.mark.parametrize("kind", sorted(RECIPES))
+def test_the_page_of_losses_has_every_key_of_a_task(kind):
+    """In its tables: each key of `task.losses` with the recipe's default, and each value of a `kind`."""
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf-8")
+    section = page.split(f"\n## Task `{kind}`\n")[1].split("\n## ")[0]
+    expected, kinds = {}, []
+    for path, model in recipe_keys.sections(RECIPES[kind]):
+        for name, field in model.model_fields.items():
+            if path.startswith("task.losses") and not recipe_keys.is_section(field.annotation):
+                expected[f"{path}.{name}"] = recipe_keys.yaml_value(field.default)
+                kinds += get_args(field.annotation) if name == "kind" else []
+    assert dict(re.findall(r"^\| `(task\.losses\.[\w.]+)` \| `([^`]*)` \|", section, re.MULTILINE)) == expected
+    assert not [name for name in kinds if f"`{name}`" not in section]
 
 
 @pytest.mark.parametrize("file", LAUNCH_FILES, ids=lambda path: path.stem)
