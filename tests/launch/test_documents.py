@@ -379,10 +379,10 @@ def _all_names(settings: dict[str, Any]) -> Iterator[str]:
 
 
 def test_quoted_messages_are_the_programs():
-    """The table of symptoms quotes messages; numbers and names in them stand for what the code puts in."""
+    """The tables of symptoms quote messages; numbers and names in them stand for what the code puts in."""
     files = (file.read_text(encoding="utf-8") for file in (ROOT / "distiller").rglob("*.py"))
     source = _without_values(re.sub(r'"\n\s*f?"', "", "\n".join(files)))
-    for page in ("getting-started.md", "MULTI_GPU.md"):
+    for page in ("troubleshooting.md", "MULTI_GPU.md"):
         rows = re.findall(r'^\| "([^"]+)"', (ROOT / "docs" / page).read_text(encoding="utf-8"), re.MULTILINE)
         assert rows
         assert not [row for row in rows if _without_values(row) not in source]
