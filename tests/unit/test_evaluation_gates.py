@@ -74,7 +74,7 @@ def test_an_unknown_figure_is_refused_before_weights_are_read(run_dir, tmp_path,
     (broken / "student" / "model.safetensors").write_bytes(b"damaged")
     assert main(["evaluate", str(broken), "--min", "student_acuracy=0.5"]) == 2
     said = capsys.readouterr().err
-    assert "did you mean 'student_accuracy'? there are num_samples, student_accuracy, " in said
+    assert "did you mean 'student_accuracy'? there are accuracy_ratio, " in said
     assert said.count("\n") == 1
 
 
@@ -84,7 +84,8 @@ def test_missed_gates_are_said_in_one_line_after_the_figures_are_stored(run_dir,
     assert main(["evaluate", str(run_dir), *gates[:2], recipe_gate, *gates[2:]]) == 3
     printed = capsys.readouterr()
     assert "size_ratio " in printed.out
-    *_, cost = printed.out.splitlines()
+    *_, cost, report_line = printed.out.splitlines()
+    assert report_line == f"report: {run_dir}/report.html"
     assert "of the teacher's parameters, at " in cost
     (line,) = [line for line in printed.err.splitlines() if line.startswith("distiller: ")]
     report = json.loads((run_dir / "summary.json").read_text())["evaluation"]
