@@ -206,7 +206,7 @@ def _older_rule(found: Plan) -> list[str]:
     row = next(row for row in found.placements if row.name == older)
     if found.choice is None or found.choice == older or not row.gpu_bytes or not PLACEMENTS[found.choice].loads_teacher:
         return []
-    return [f"the older rule (two GPUs or more: balanced, else cpu) would choose {older}{_ms(row)}"]
+    return [f"the older trainer's rule (two GPUs or more: balanced, else cpu) would choose {older}{_ms(row)}"]
 
 
 def _ms(row: PlannedPlacement) -> str:

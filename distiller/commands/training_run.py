@@ -153,6 +153,13 @@ def _record_session(run: Run) -> Session | None:
         gpus = [(gpu.name, gpu.total_memory) for gpu in found]
     cuda = torch.version.cuda
     session = describe_session(run.first_step, run.accelerator.num_processes, run.engine, gpus, cuda)
+    # What the summary says at the end, for a run that is looked at before it, or that never comes to it.
+    session |= {
+        "placement": run.placement,
+        "mixed_precision": run.mixed_precision,
+        "student_params": run.student_parameters,
+        "teacher_params": run.task.network.num_parameters(),
+    }
     append_session(Path(run.recipe.output_dir), session)
     return session
 

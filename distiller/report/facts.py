@@ -30,20 +30,18 @@ def state_of(run: RunFiles) -> str:
 def run_facts(run: RunFiles) -> Rows:
     """Teacher, student, data, and how the run went."""
     summary, session = run.summary, run.session
-    teacher, student = summary.get("teacher_params"), summary.get("student_params")
+    known = {**session, **summary}
+    teacher, student = known.get("teacher_params"), known.get("student_params")
     share = (
         f" ({student / teacher:.1%} of the teacher's)" if is_number(teacher) and is_number(student) and teacher else ""
     )
-    engine, world = (
-        summary.get("engine") or session.get("engine"),
-        summary.get("world_size") or session.get("world_size"),
-    )
+    engine, world = known.get("engine"), known.get("world_size")
     seconds, samples = summary.get("wall_s"), run.last("samples")
     rows = (
         ("State", state_of(run)),
         ("Task", run.setting("task.kind") or "diffusion"),
         ("Teacher", _joined(run.setting("teacher.path"), _count(teacher, "parameters"))),
-        ("Teacher's place", _joined(summary.get("placement") or run.setting("teacher.placement"), _quantization(run))),
+        ("Teacher's place", _joined(known.get("placement") or run.setting("teacher.placement"), _quantization(run))),
         ("Student", _joined(_student(run), _count(student, f"parameters{share}"))),
         ("Data", _joined(run.setting("data.kind"), run.setting("data.path"))),
         ("Engine", _joined(engine, _processes(world), _precision(run))),
@@ -188,7 +186,8 @@ def _quantization(run: RunFiles) -> str | None:
 
 
 def _precision(run: RunFiles) -> str | None:
-    precision = run.summary.get("mixed_precision") or run.setting("train.mixed_precision")
+    known = {**run.session, **run.summary}
+    precision = known.get("mixed_precision") or run.setting("train.mixed_precision")
     return {"no": "float32", None: None}.get(precision, f"mixed precision {precision}")
 
 

@@ -60,6 +60,15 @@ class StudentPlan:
         """Whether the model has BatchNorm layers that use the statistics of a micro-batch."""
         return self.options.batch_norm == "batch" and has_batch_norm(self.skeleton())
 
+    @property
+    def drops_statistics(self) -> bool:
+        """Whether trained BatchNorm layers are replaced by GroupNorm, which has no running statistics."""
+        is_trained = self.options.from_teacher or self.options.path is not None
+        if self.options.batch_norm != "group" or not is_trained:
+            return False
+        with init_empty_weights(include_buffers=True):
+            return has_batch_norm(new_model(self.config))
+
 
 def plan_student(options: ClassificationStudent, files: ClassifierFiles, processor: Processor) -> StudentPlan:
     """The student's config, checked against the teacher's. Of weights, reads headers only.

@@ -100,6 +100,12 @@ class ClassificationTask(
                 "student.batch_norm is batch: the student depends on the size of a micro-batch, and the same run split "
                 "in another way is another run; frozen and group do not"
             )
+        if self._plan.drops_statistics:
+            notices.append(
+                "student.batch_norm is group: the trained statistics of the student's BatchNorm layers are left out, "
+                "so it begins far from what it was, and its exported folder loads with trust_remote_code=True alone; "
+                "frozen keeps them"
+            )
         if self._plan.dropout:
             keys = ", ".join(self._plan.dropout)
             notices.append(f"the student trains without dropout ({keys}), whose masks no two engines share")

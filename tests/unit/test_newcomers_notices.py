@@ -99,3 +99,17 @@ def test_a_figure_of_both_models_is_taken_for_the_student_s(tmp_path, capsys):
     assert main(["evaluate", str(output), "--max", "perplexity=3"]) == 2
     assert "did you mean 'student_perplexity'?" in capsys.readouterr().err
     assert toys.read_metrics(output)
+
+
+@pytest.mark.parametrize(
+    ("student", "is_said"),
+    [
+        ({"depths": [1, 1], "batch_norm": "group", "config": None}, True),
+        ({"depths": [1, 1], "batch_norm": "frozen", "config": None}, False),
+        ({"batch_norm": "group"}, False),
+    ],
+)
+def test_trained_statistics_that_are_left_out_are_said(tmp_path, capsys, student, is_said):
+    recipe = write(tmp_path, "resnet", student=student)
+    assert main(["train", recipe, "--check", "task.losses.features.weight=0"]) == 0
+    assert ("student.batch_norm is group: the trained statistics" in capsys.readouterr().out) == is_said

@@ -323,7 +323,9 @@ def test_it_prints_a_table_and_json(capsys):
     assert lines[0].startswith("2 x 3090, 23.0 GiB free on each, 64 GiB of host memory; 2 processes under ddp, bf16")
     assert lines[1].split()[:2] == ["placement", "fits"]
     assert lines[-2].startswith("auto chooses replicated (")
-    assert lines[-1].startswith("the older rule (two GPUs or more: balanced, else cpu) would choose balanced (")
+    assert lines[-1].startswith(
+        "the older trainer's rule (two GPUs or more: balanced, else cpu) would choose balanced ("
+    )
     assert main([*arguments, "--json", "--config_file", "accelerate_configs/zero2.yaml"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["choice"], found["engine"], found["num_processes"]) == ("replicated", "deepspeed-zero2", 2)

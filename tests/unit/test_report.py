@@ -212,6 +212,15 @@ class TestOneRun:
         assert "unfinished: the newest logged update is 20 of 40" in page.texts["main"][0]
         assert series(page.figures()["Training loss"], "loss")[0] == [1, 10, 20]
 
+    def test_an_unfinished_run_says_what_its_session_found(self, tmp_path):
+        folder = write_run(tmp_path / "run", is_finished=False)
+        file = folder / "environment.json"
+        *earlier, newest = json.loads(file.read_text())
+        newest |= {"placement": "streamed", "mixed_precision": "bf16", "student_params": 250, "teacher_params": 1000}
+        file.write_text(json.dumps([*earlier, newest]))
+        text = page_of(folder).texts["main"][0]
+        assert all(words in text for words in ("streamed", "mixed precision bf16", "25.0% of the teacher's"))
+
     def test_a_run_that_goes_on_after_its_end_is_unfinished(self, run_dir):
         recipe = (run_dir / "recipe.yaml").read_text()
         (run_dir / "recipe.yaml").write_text(recipe.replace("max_steps: 40", "max_steps: 80"))
