@@ -17,7 +17,7 @@ from distiller.checkpoint.resuming import check_resumable, latest_step
 from distiller.config.loading import dump
 from distiller.config.placements.keys import keys_free_on_resume
 from distiller.config.recipe import Recipe
-from distiller.config.sections import flatten
+from distiller.config.sections import Section, flatten
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.run_folder.files import RECIPE_FILE, SUMMARY_FILE
@@ -249,6 +249,18 @@ def _read_recipe(file: Path) -> dict[str, Any]:
     return content
 
 
+def _is_default(recipe: Recipe, key: str) -> bool:
+    """Whether a dotted key of the recipe has its default."""
+    section: Any = recipe
+    *parents, name = key.split(".")
+    for parent in parents:
+        section = getattr(section, parent, None)
+    field = type(section).model_fields.get(name) if isinstance(section, Section) else None
+    if field is None or field.is_required():
+        return False
+    return getattr(section, name) == field.get_default(call_default_factory=True)
+
+
 def _former_length(original: dict[str, Any], recipe: Recipe) -> str | None:
     """The keys of the run's length as they were, where they have changed and the learning rate depends on them."""
     before = flatten(original)
@@ -271,6 +283,8 @@ def _check_same_recipe(original: dict[str, Any], recipe: Recipe, has_defaults: b
         for key in sorted(now.keys() | before.keys())
         if now.get(key) != before.get(key)
         and (has_defaults or now.get(key) is not None)
+        # An older version wrote all of its keys; the default of one that it did not have is what it did.
+        and (key in before or not _is_default(recipe, key))
         # A key may hold a mapping, such as a device map, whose entries are keys below it.
         and not any(key == name or key.startswith(f"{name}.") for name in free)
         and key.split(".")[0] not in SECTIONS_THAT_MAY_CHANGE_ON_RESUME

@@ -212,3 +212,24 @@ def test_what_cannot_be_measured_is_refused(recipes, tmp_path, capsys, family, o
     assert main(["train", str(recipes[family]), f"output_dir={output}", *overrides]) == 2
     assert said in capsys.readouterr().err
     assert not output.exists()
+
+
+def test_a_run_of_a_version_without_these_keys_is_resumed_as_it_was(recipes, tmp_path, capsys):
+    """Its recipe has none of them; their defaults are what it did, and others are another run."""
+    output = tmp_path / "run"
+    arguments = ["train", str(recipes["wan"]), f"output_dir={output}", "train.batch_size=2"]
+    assert main([*arguments, "train.max_steps=1"]) == 0
+    stored = yaml.safe_load((output / "recipe.yaml").read_text())
+    for section, names in {
+        "data": ("held_out",),
+        "evaluation": ("every_steps", "loss_samples", "sample_every_steps"),
+        "checkpoint": ("keep_best",),
+        "tracking": ("report",),
+    }.items():
+        for name in names:
+            del stored[section][name]
+    (output / "recipe.yaml").write_text(yaml.safe_dump(stored))
+    assert main([*arguments, "train.max_steps=2", "data.held_out=0.2", "--resume"]) == 2
+    assert "data.held_out was None and is 0.2 now" in capsys.readouterr().err
+    assert main([*arguments, "train.max_steps=2", "--resume"]) == 0
+    assert [line["step"] for line in toys.read_metrics(output)] == [1, 2]
