@@ -13,7 +13,7 @@ from distiller.launch.accelerator import resolve_accumulation
 from distiller.launch.checks import Launch, check_launch, possible_precisions, read_launch
 from distiller.run_folder.output_dir import check_output_dir, is_finished_by_files
 from distiller.session import fsdp_units
-from distiller.tasks.interfaces import Checkable, default_recipe, format_notice, notices_of
+from distiller.tasks.interfaces import Checkable, Plannable, default_recipe, format_notice, notices_of
 from distiller.teachers.rules import placement_notices
 from distiller.training.update_plan import last_step_of, length_notices, plan_updates
 
@@ -53,6 +53,11 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
     for notice in (*of_placement, *of_length, *notices_of(task)):
         print(format_notice(notice))
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
+    num_passes = task.stage_passes()[0] if isinstance(task, Plannable) else 0
+    if num_passes:
+        found.append(
+            f"{num_passes:,} forward passes of the teacher with a sample before the loop, unless they are there"
+        )
     print(f"ok: {', '.join(part for part in found if part is not None)}")
 
 

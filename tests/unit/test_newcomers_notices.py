@@ -113,3 +113,13 @@ def test_trained_statistics_that_are_left_out_are_said(tmp_path, capsys, student
     recipe = write(tmp_path, "resnet", student=student)
     assert main(["train", recipe, "--check", "task.losses.features.weight=0"]) == 0
     assert ("student.batch_norm is group: the trained statistics" in capsys.readouterr().out) == is_said
+
+
+def test_a_check_says_what_the_teacher_draws_before_the_loop(tmp_path, capsys):
+    recipe = write(tmp_path, "wan")
+    assert main(["train", recipe, "--check"]) == 0
+    assert "before the loop" not in capsys.readouterr().out
+    assert main(["train", recipe, "--check", "rollout.enabled=true", "sampling.guidance_scale=2.0"]) == 0
+    said = capsys.readouterr().out
+    number = int(said.partition("ok: ")[2].split()[0])
+    assert f"{number * 3 * 2:,} forward passes of the teacher with a sample before the loop" in said
