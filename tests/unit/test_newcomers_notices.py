@@ -122,4 +122,4 @@ def test_a_check_says_what_the_teacher_draws_before_the_loop(tmp_path, capsys):
     assert main(["train", recipe, "--check", "rollout.enabled=true", "sampling.guidance_scale=2.0"]) == 0
     said = capsys.readouterr().out
     number = int(said.partition("ok: ")[2].split()[0])
-    assert f"{number * 3 * 2:,} forward passes of the teacher with a sample before the loop" in said
+    assert f"{number * 3 * 2:,} of its forward passes, of a sample each, before the loop" in said
