@@ -55,9 +55,7 @@ def check(recipe: Recipe, launch_file: str | None, resume: bool = False) -> None
     found = [f"{task.num_samples} samples", f"teacher of {task.network.num_parameters():,} parameters", looked]
     num_passes = task.stage_passes()[0] if isinstance(task, Plannable) else 0
     if num_passes:
-        found.append(
-            f"{num_passes:,} forward passes of the teacher with a sample before the loop, unless they are there"
-        )
+        found.append(f"{num_passes:,} of its forward passes, of a sample each, before the loop")
     print(f"ok: {', '.join(part for part in found if part is not None)}")
 
 
