@@ -71,3 +71,8 @@ class RankSampler(Sampler[list[SampleKey]]):
             for micro_batch in range(plan.accumulation_steps):
                 first = start + (micro_batch * plan.world_size + self.rank) * plan.batch_size
                 yield [(epoch, sample_id) for sample_id in order[first : first + plan.batch_size]]
+
+
+def num_held_out(count: int, share: float) -> int:
+    """How many of so many are held out: about that share, at least one where it is above 0, and never all of them."""
+    return min(max(1, round(share * count)), count - 1) if share else 0

@@ -13,6 +13,7 @@ from torch import Tensor
 from distiller.config.diffusion import DiffusionRecipe
 from distiller.data.images import find_images, load_image
 from distiller.data.latents import LatentStore
+from distiller.data.order import num_held_out
 from distiller.data.pictures import READER_VERSION, check_pictures, check_size
 from distiller.data.prompts import read_prompts
 from distiller.diffusion.architecture import LatentShape
@@ -280,8 +281,3 @@ class Source:
                 f"data.path: the latents have shape {list(store.shape)} and task.height, width and num_frames ask "
                 f"for {list(self._latent_shape)}; change one of them"
             )
-
-
-def num_held_out(count: int, share: float) -> int:
-    """How many of so many are held out: about that share, at least one where it is above 0, and never all of them."""
-    return min(max(1, round(share * count)), count - 1) if share else 0

@@ -10,6 +10,7 @@ from safetensors import SafetensorError
 
 from distiller.config.causal_lm import LanguageData
 from distiller.config.recipe import Recipe
+from distiller.data.order import num_held_out
 from distiller.distributed.ranks import Ranks
 from distiller.errors import UserError
 from distiller.language.data.corpus import open_corpus
@@ -88,7 +89,7 @@ class LanguageSource:
         splits_document = len(self._store) == 1 and data.held_out > 0 and len(self._training) > 1
         if splits_document:
             # A single document is not held out whole: its last rows are.
-            num_rows = min(max(1, round(data.held_out * len(self._training))), len(self._training) - 1)
+            num_rows = num_held_out(len(self._training), data.held_out)
             self._training, self._held_out = self._training.split(num_rows)
         self.num_samples = len(self._training)
         if not self.num_samples:
